@@ -1,0 +1,201 @@
+"""Process group, device, output folder and logging of one process; what every entrypoint does first and last."""
+
+from schema import PROJECT_DIR, Config, ConfigError
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+import timm
+import torch
+import torch.distributed as dist
+import torchvision
+import yaml
+from torch.distributed.tensor import DTensor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What one process knows of its place in the job."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    output_dir: Path
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints, logs and writes the small files."""
+        return self.rank == 0
+
+
+@contextlib.contextmanager
+def dist_session(cfg: Config) -> Iterator[Session]:
+    """Folder and lock, logging, process group; on the way out the status and an orderly end.
+
+    Started without torchrun, the job is this one process. CUDA gets NCCL (and gloo beside it, for tensors in host
+    memory), a machine without CUDA gloo.
+
+    Raises:
+        ConfigError: a live run holds the output folder.
+    """
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    session = Session(rank, local_rank, world_size, device, Path(cfg.output_dir))
+
+    lock = _lock(session) if session.is_main else None
+    _set_up_logging(session)
+    _set_precision(cfg)
+    if cuda:
+        torch.cuda.set_device(device)
+    # One process needs no port, which could collide: a store in memory.
+    alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        device_id=device if cuda else None,
+        timeout=timedelta(minutes=10),
+        **alone,
+    )
+    if session.is_main:
+        _write_provenance(cfg, session)
+    set_status(session, "running")
+    try:
+        yield session
+    except BaseException:
+        # No destroy_process_group here: it can wait for ranks that wait for this one. Exiting ends the job at once,
+        # because torchrun stops the others.
+        set_status(session, "failed")
+        raise
+    dist.barrier()
+    dist.destroy_process_group()
+    if lock:
+        lock.close()
+
+
+def _lock(session: Session) -> TextIO:
+    """Hold the output folder for as long as this process lives; the kernel lets go of a dead run's lock."""
+    session.output_dir.mkdir(parents=True, exist_ok=True)
+    lock = open(session.output_dir / ".lock", "a+")  # noqa: SIM115  (held until the session ends)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        raise ConfigError(
+            f"output_dir={session.output_dir} is in use by a live run ({lock.read().strip()}): "
+            "wait for it, or give this run another output_dir"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {platform.node()}\n")
+    lock.flush()
+    return lock
+
+
+def _set_up_logging(session: Session) -> None:
+    """Rank 0 to the console and train.log; other ranks speak from warnings up, with their rank."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, _OurHandler | _OurFileHandler):  # main() called again in one process, by a test
+            root.removeHandler(handler)
+            handler.close()
+    formatter = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
+    if not session.is_main:
+        formatter = logging.Formatter(f"%(asctime)s [rank {session.rank}] %(levelname)s %(message)s", "%H:%M:%S")
+    handlers: list[logging.Handler] = [_OurHandler()]
+    if session.is_main:
+        handlers.append(_OurFileHandler(session.output_dir / "train.log"))
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        handler.setLevel(logging.INFO if session.is_main else logging.WARNING)
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)
+
+
+class _OurHandler(logging.StreamHandler):
+    """Console lines, written above a progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+class _OurFileHandler(logging.FileHandler):
+    """train.log."""
+
+
+def _set_precision(cfg: Config) -> None:
+    """fp32 means it: no TF32 in matrix products, convolutions or cuDNN. bf16 leaves FP32 products on TF32."""
+    torch.set_float32_matmul_precision("highest" if cfg.precision == "fp32" else "high")
+    torch.backends.cudnn.allow_tf32 = cfg.precision != "fp32"
+
+
+def _git_commit() -> str:
+    found = subprocess.run(
+        ["git", "-C", PROJECT_DIR, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def _write_provenance(cfg: Config, session: Session) -> None:
+    (session.output_dir / "config.yaml").write_text(yaml.safe_dump(to_plain(cfg), sort_keys=False))
+    card = torch.cuda.get_device_name() if session.device.type == "cuda" else platform.processor() or "CPU"
+    logger.info(
+        "torch %s, torchvision %s, timm %s, Python %s, commit %s",
+        *(torch.__version__, torchvision.__version__, timm.__version__, platform.python_version(), _git_commit()),
+    )
+    logger.info("%d processes on %s, output in %s", session.world_size, card, session.output_dir)
+
+
+def to_plain(cfg: Config) -> dict[str, Any]:
+    """The config as dicts, lists and scalars, as it stands in config.yaml."""
+    return json.loads(json.dumps(dataclasses.asdict(cfg)))
+
+
+def set_status(session: Session, state: str, step: int | None = None) -> None:
+    """Write status.json, whole or not at all; `step` stays what it was if it is not given."""
+    if not session.is_main:
+        return
+    path = session.output_dir / "status.json"
+    if step is None:
+        step = json.loads(path.read_text())["step"] if path.exists() else 0
+    write_json(path, {"state": state, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file by way of a temporary name, so that a reader finds the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content) + "\n")
+    os.replace(temporary, path)
+
+
+def local_slice(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The part of `full` that this rank holds of `like`, a plain tensor or a DTensor of the same global shape.
+
+    Asks the tensor itself for its offsets, by the protocol of torch.distributed.checkpoint: Megatron-FSDP shards
+    unevenly, so that DTensor's own arithmetic does not hold for it.
+    """
+    if not isinstance(like, DTensor):
+        return full
+    (chunk,) = like.__create_chunk_list__()
+    return full[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))]
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's own storage of a tensor, sharded or not."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,501 @@
+"""The config as dataclasses: types and invariants, no values (those live in config/*.yaml), and the way in.
+
+`launch(main)` is what an entrypoint calls. It composes the YAML and the command line with Hydra, checks everything
+that can be checked before a process group starts, and hands `main` a frozen `Config`: no OmegaConf object gets past
+this file. A mistake is one line from rank 0 that names the key, the value and the fix; every rank exits with 2.
+
+Import this module before torch: it refuses Python and package versions that are too old in one line.
+"""
+
+import contextlib
+import difflib
+import importlib.metadata
+import io
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+PROJECT_DIR = Path(__file__).resolve().parent
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's: its text is the one line that the user reads."""
+
+
+def exit_with(message: str, *, rank_variable: str = "RANK") -> NoReturn:
+    """Print one line from the process whose `rank_variable` is 0, or from the only one, and exit with 2 on all."""
+    if int(os.environ.get(rank_variable, "0")) == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        # torchrun ends the other ranks as soon as one exits, also a rank 0 that has not spoken yet: let it go first.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+        time.sleep(10)
+    sys.exit(2)
+
+
+def check_versions(requirements: Path = PROJECT_DIR / "requirements.txt", *, only: set[str] | None = None) -> None:
+    """Exit with one line if Python or a package that training imports is missing or outside requirements.txt.
+
+    Reads the packages' metadata, so that it works where importing the package would fail.
+    """
+    if sys.version_info < (3, 10):  # noqa: UP036  (pip's check is not always in between)
+        exit_with(f"Python {sys.version.split()[0]} is too old: this recipe needs Python 3.10 or newer")
+    from packaging.requirements import Requirement
+
+    needed = only or {"torch", "torchvision", "timm", "torchdata", "hydra-core", "omegaconf", "pydantic"}
+    for line in requirements.read_text().splitlines():
+        if not (line := line.split("#")[0].strip()):
+            continue
+        requirement = Requirement(line)
+        if requirement.name not in needed:
+            continue
+        try:
+            found = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            exit_with(f"{requirement.name} is not installed: pip install -r {requirements.name}")
+        if not requirement.specifier.contains(found, prereleases=True):
+            wanted = f"{requirement.name}{requirement.specifier}"
+            exit_with(f"{requirement.name} {found} is installed, this recipe needs {wanted}: pip install '{wanted}'")
+
+
+check_versions()
+
+import hydra  # noqa: E402  (after the check of its version)
+from hydra.core.hydra_config import HydraConfig  # noqa: E402
+from hydra.errors import HydraException  # noqa: E402
+from hydra.types import RunMode  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
+from omegaconf.errors import OmegaConfBaseException  # noqa: E402
+from pydantic import (  # noqa: E402
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass  # noqa: E402
+
+Rate = Annotated[float, Field(ge=0, lt=1)]  # a probability that leaves something over
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Size = PositiveInt | tuple[PositiveInt, PositiveInt]  # one number or [height, width]
+Range = tuple[PositiveFloat, PositiveFloat]
+Channels = Annotated[tuple[float, ...], Field(min_length=1)]  # one value for all channels, or one a channel
+PositiveChannels = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
+
+section = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+
+
+def pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    """(height, width) of a size that is given as one number or as two."""
+    return (size, size) if isinstance(size, int) else size
+
+
+@section
+class ModelConfig:
+    """The arguments of `vit.VisionTransformer`, under timm's names."""
+
+    img_size: Size
+    patch_size: Size
+    in_chans: Literal[1, 3]
+    num_classes: PositiveInt
+    global_pool: Literal["token", "avg", "map"]
+    embed_dim: PositiveInt
+    depth: PositiveInt
+    num_heads: PositiveInt
+    mlp_ratio: PositiveFloat
+    qkv_bias: bool
+    proj_bias: bool
+    qk_norm: bool
+    init_values: PositiveFloat | None
+    class_token: bool
+    no_embed_class: bool
+    reg_tokens: NonNegativeInt
+    pre_norm: bool
+    fc_norm: bool | None
+    drop_rate: Rate
+    pos_drop_rate: Rate
+    patch_drop_rate: Rate
+    proj_drop_rate: Rate
+    attn_drop_rate: Rate
+    drop_path_rate: Rate
+    act_layer: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
+    norm_eps: PositiveFloat
+
+    def __post_init__(self) -> None:
+        for side, patch in zip(pair(self.img_size), pair(self.patch_size), strict=True):
+            if side % patch:
+                raise ConfigError(
+                    f"model.img_size={self.img_size} is not a multiple of model.patch_size={self.patch_size}: "
+                    f"use {side // patch * patch or patch} or {(side // patch + 1) * patch}"
+                )
+        if self.embed_dim % self.num_heads:
+            raise ConfigError(
+                f"model.num_heads={self.num_heads} does not divide model.embed_dim={self.embed_dim}: "
+                f"use one of {[n for n in range(1, self.embed_dim + 1) if self.embed_dim % n == 0][:12]}"
+            )
+        if self.global_pool == "token" and not self.class_token:
+            raise ConfigError("model.global_pool=token pools the class token: set model.class_token=true or pool avg")
+        if int(self.embed_dim * self.mlp_ratio) < 1:
+            raise ConfigError(f"model.mlp_ratio={self.mlp_ratio} leaves the MLP no width: use a larger one")
+
+
+@section
+class DataConfig:
+    """Where pictures come from and how they are cut."""
+
+    source: Literal["folder", "synthetic"]
+    path: str | None
+    image_size: Size
+    num_workers: NonNegativeInt
+    crop_scale: Range
+    crop_ratio: Range
+    hflip: Annotated[float, Field(ge=0, le=1)]
+    interpolation: Literal["bilinear", "bicubic"]
+    crop_pct: Fraction
+    mean: Channels
+    std: PositiveChannels
+    num_synthetic_train: PositiveInt | None
+    num_synthetic_val: PositiveInt | None
+
+    def __post_init__(self) -> None:
+        if self.source == "folder" and self.path is None:
+            raise ConfigError("data.path=null: give the folder that holds train/ and val/, data.path=/data/imagenet")
+        if self.source == "synthetic" and None in (self.num_synthetic_train, self.num_synthetic_val):
+            raise ConfigError("data.source=synthetic needs data.num_synthetic_train and data.num_synthetic_val")
+        if self.crop_scale[0] > self.crop_scale[1] or self.crop_scale[1] > 1:
+            raise ConfigError(f"data.crop_scale={list(self.crop_scale)} is not an ascending range within 0..1")
+        if self.crop_ratio[0] > self.crop_ratio[1]:
+            raise ConfigError(f"data.crop_ratio={list(self.crop_ratio)} is not an ascending range")
+
+
+@section
+class OptimizerConfig:
+    """The arguments of torch.optim.AdamW."""
+
+    name: Literal["adamw"]
+    lr: PositiveFloat
+    betas: tuple[Rate, Rate]
+    eps: PositiveFloat
+    weight_decay: NonNegativeFloat
+
+
+@section
+class LrSchedulerConfig:
+    """The learning rate as a function of the step."""
+
+    name: Literal["cosine", "constant"]
+    num_warmup_steps: NonNegativeInt
+    num_training_steps: PositiveInt | None
+    min_lr: NonNegativeFloat
+
+
+@section
+class LossConfig:
+    """Softmax cross-entropy."""
+
+    label_smoothing: Rate
+
+
+@section
+class EvaluationConfig:
+    """When to evaluate, and which number makes a checkpoint the best."""
+
+    every_n_steps: PositiveInt | None
+    best_metric: Literal["val/top1", "val/top5", "val/loss"]
+
+
+@section
+class CheckpointConfig:
+    """Where and when to save, and what to go on from."""
+
+    ckpt_dir: str | None
+    save_every_n_steps: PositiveInt | None
+    resume_from_checkpoint: bool
+    max_checkpoints: PositiveInt | None
+    save_final_model: bool
+
+
+@section
+class LoggerConfig:
+    """Console and metrics.jsonl."""
+
+    frequency: PositiveInt
+
+
+@section
+class WandbConfig:
+    """Weights & Biases."""
+
+    mode: Literal["disabled", "offline", "online"]
+    init_args: dict[str, Any]
+
+
+@section
+class DistributedConfig:
+    """Sizes of the mesh axes; None = derived from the world size."""
+
+    dp_outer: PositiveInt | None
+    dp_shard: PositiveInt | None
+    tp: Literal[1] | None
+
+
+@section
+class DdpConfig:
+    """DistributedDataParallel."""
+
+    bucket_cap_mb: PositiveInt
+
+
+@section
+class Fsdp2Config:
+    """torch.distributed.fsdp.fully_shard."""
+
+    reshard_after_forward: bool
+    cpu_offload: bool
+
+
+@section
+class MfsdpConfig:
+    """megatron_fsdp.fully_shard_model."""
+
+    zero_dp_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+    outer_dp_sharding_strategy: Literal["no_shard", "optim"]
+
+    def __post_init__(self) -> None:
+        if self.outer_dp_sharding_strategy == "optim" and self.zero_dp_strategy != "optim_grads_params":
+            raise ConfigError(
+                f"mfsdp.outer_dp_sharding_strategy=optim needs mfsdp.zero_dp_strategy=optim_grads_params, "
+                f"not {self.zero_dp_strategy}"
+            )
+
+
+@section
+class Config:
+    """One run. Sections are the YAML's sections."""
+
+    num_train_steps: PositiveInt | None
+    num_epochs: PositiveFloat | None
+    global_batch_size: PositiveInt
+    micro_batch_size: PositiveInt | None
+    seed: NonNegativeInt
+    precision: Literal["bf16", "fp32"]
+    compile: bool
+    activation_checkpointing: bool
+    max_grad_norm: PositiveFloat | None
+    output_dir: str
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    lr_scheduler: LrSchedulerConfig
+    loss: LossConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    logger: LoggerConfig
+    wandb: WandbConfig
+    distributed: DistributedConfig
+    ddp: DdpConfig
+    fsdp2: Fsdp2Config
+    mfsdp: MfsdpConfig
+
+    def __post_init__(self) -> None:
+        if (self.num_train_steps is None) == (self.num_epochs is None):
+            given = f"num_train_steps={self.num_train_steps} num_epochs={self.num_epochs}"
+            raise ConfigError(f"{given}: give exactly one of them and set the other to null")
+        if pair(self.data.image_size) != pair(self.model.img_size):
+            raise ConfigError(
+                f"data.image_size={self.data.image_size} is not model.img_size={self.model.img_size}: "
+                "set model.img_size only, the data follow it"
+            )
+        for key, values in (("mean", self.data.mean), ("std", self.data.std)):
+            if len(values) not in (1, self.model.in_chans):
+                raise ConfigError(
+                    f"data.{key}={list(values)} has {len(values)} values, model.in_chans={self.model.in_chans}: "
+                    "give one value, or one a channel"
+                )
+        if self.lr_scheduler.min_lr > self.optimizer.lr:
+            raise ConfigError(
+                f"lr_scheduler.min_lr={self.lr_scheduler.min_lr} is above optimizer.lr={self.optimizer.lr}: lower it"
+            )
+        if self.lr_scheduler.name == "constant" and self.lr_scheduler.min_lr:
+            raise ConfigError(
+                f"lr_scheduler.min_lr={self.lr_scheduler.min_lr} has no meaning with lr_scheduler.name=constant: set 0"
+            )
+
+
+def micro_batch(cfg: Config, world_size: int) -> tuple[int, int]:
+    """Images a rank and forward pass, and forward passes a step: the batch arithmetic in one place.
+
+    Raises:
+        ConfigError: the global batch is not micro batch x ranks x a whole number.
+    """
+    micro = cfg.micro_batch_size or cfg.global_batch_size // world_size
+    accumulation, rest = divmod(cfg.global_batch_size, max(micro * world_size, 1))
+    if rest or not accumulation:
+        lower = max(cfg.global_batch_size // (micro * world_size), 1) * micro * world_size if micro else world_size
+        raise ConfigError(
+            f"global_batch_size={cfg.global_batch_size} is not micro_batch_size={micro} x {world_size} ranks "
+            f"x a whole number of accumulation steps: use global_batch_size={lower}, or another micro_batch_size"
+        )
+    return micro, accumulation
+
+
+def check_script(cfg: Config, script: str, world_size: int) -> None:
+    """Refuse by name what this script or this machine cannot honour.
+
+    Raises:
+        ConfigError: naming the key, the value and the fix.
+    """
+    import torch  # here, not above: composing and checking a config needs no torch
+
+    axes = cfg.distributed
+    outer, shard = axes.dp_outer or 1, axes.dp_shard or world_size // (axes.dp_outer or 1)
+    if script == "train_ddp" and (axes.dp_outer, axes.dp_shard) != (None, None):
+        key, value = ("dp_outer", axes.dp_outer) if axes.dp_outer else ("dp_shard", axes.dp_shard)
+        raise ConfigError(f"distributed.{key}={value}: DDP does not shard; set it to null or use train_fsdp2.py")
+    if outer * shard != world_size:
+        raise ConfigError(
+            f"distributed.dp_outer={axes.dp_outer} x distributed.dp_shard={axes.dp_shard} is not the world size of "
+            f"{world_size}: leave one of them null"
+        )
+    if script == "train_mfsdp":
+        check_versions(only={"megatron-fsdp"})
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "train_mfsdp.py needs a CUDA GPU (Megatron-FSDP has no CPU path): use train_fsdp2.py here"
+            )
+        if cfg.mfsdp.outer_dp_sharding_strategy != "no_shard" and outer == 1:
+            raise ConfigError("mfsdp.outer_dp_sharding_strategy=optim needs distributed.dp_outer above 1")
+        if cfg.precision != "bf16":
+            raise ConfigError(
+                f"precision={cfg.precision}: train_mfsdp.py computes in bf16; use train_fsdp2.py for fp32"
+            )
+    if script == "train_fsdp2" and cfg.fsdp2.cpu_offload and not torch.cuda.is_available():
+        raise ConfigError("fsdp2.cpu_offload=true needs a CUDA GPU: without one everything is in host memory already")
+
+
+def known_keys(cls: type = Config, prefix: str = "") -> list[str]:
+    """Every key that a user can type, dotted."""
+    keys = []
+    for name, field in cls.__dataclass_fields__.items():
+        keys.append(prefix + name)
+        if hasattr(field.type, "__dataclass_fields__"):
+            keys += known_keys(field.type, f"{prefix}{name}.")
+    return keys
+
+
+def _one_line(error: Exception) -> str:
+    """Hydra's, OmegaConf's and pydantic's complaints, each as one line with the key, the value and the fix."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        if isinstance(first.get("ctx", {}).get("error"), ConfigError):
+            return str(first["ctx"]["error"])
+        # A union reports each member with its name in the location; the key is what stands before it.
+        key = ".".join(str(part) for part in first["loc"])
+        key = next((known for known in sorted(known_keys(), key=len, reverse=True) if key.startswith(known)), key)
+        same_key = [e for e in error.errors() if e["loc"][: key.count(".") + 1] == first["loc"][: key.count(".") + 1]]
+        if first["type"] == "unexpected_keyword_argument":
+            key = ".".join(str(part) for part in first["loc"])
+            return f"unknown key {key}={first['input']!r}{_did_you_mean(key)}"
+        if first["type"] == "missing":
+            return f"{key} is missing: give it a value in the YAML or on the command line"
+        wanted = " or ".join(dict.fromkeys(e["msg"][0].lower() + e["msg"][1:] for e in same_key))
+        return f"{key}={first['input']!r}: {wanted}"
+    text = " ".join(line.strip() for line in str(error).split("Config search path")[0].splitlines() if line.strip())
+    if match := re.search(r"Missing mandatory value: .*full_key: (\S+)", text):
+        return f"{match[1]} is missing: give it on the command line, {match[1]}=..."
+    if match := re.search(r"Could not override '([^']+)'", text):
+        return f"unknown key {match[1]}{_did_you_mean(match[1])}"
+    return text
+
+
+def _did_you_mean(key: str) -> str:
+    close = difflib.get_close_matches(key, known_keys(), n=1)
+    return f": did you mean {close[0]}?" if close else ": no such key in config/defaults.yaml"
+
+
+def _to_config(raw: Any) -> Config:
+    plain = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
+    return TypeAdapter(Config).validate_json(json.dumps(plain))  # strict, and a JSON list may become a tuple
+
+
+OmegaConf.register_new_resolver("project_dir", lambda: str(PROJECT_DIR), replace=True)
+
+
+def load_config(config_name: str = "L0_sanity", overrides: list[str] | None = None, *, script: str = "test") -> Config:
+    """Compose and check a config from Python, as the command line of `script` would.
+
+    Raises:
+        ConfigError: a typo, a wrong type or a contradiction, in one line.
+    """
+    try:
+        with hydra.initialize_config_dir(str(PROJECT_DIR / "config"), version_base="1.3", job_name=script):
+            raw = hydra.compose(config_name, overrides or [], return_hydra_config=True)
+        HydraConfig.instance().set_config(raw)
+        OmegaConf.set_struct(raw, False)
+        raw.pop("hydra")
+        return _to_config(raw)
+    except (HydraException, OmegaConfBaseException, ValidationError) as error:
+        raise ConfigError(_one_line(error)) from error
+
+
+def _compose_from_command_line() -> Config:
+    """Run hydra.main for its command line (--config-name, --cfg, --help, overrides), and only for that.
+
+    Training runs outside Hydra, which would otherwise catch its exceptions and set up logging of its own.
+
+    Raises:
+        ConfigError: a typo, a wrong type or a contradiction, in one line.
+    """
+    composed: list[Any] = []
+
+    @hydra.main(version_base="1.3", config_path=str(PROJECT_DIR / "config"), config_name="L0_sanity")
+    def keep(raw: Any) -> None:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise ConfigError("--multirun would train run after run under one torchrun: start one command a run")
+        composed.append(_to_config(raw))
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing several lines and exiting
+    sys.argv[1:] += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            keep()
+    except (HydraException, OmegaConfBaseException, ValidationError) as error:
+        raise ConfigError(_one_line(error)) from error
+    except SystemExit as error:  # argparse: an unknown flag
+        if error.code:
+            raise ConfigError(complaint.getvalue().strip().splitlines()[-1]) from error
+        raise
+    if not composed:  # --help, --cfg, --info: Hydra printed what was asked for
+        sys.exit(0)
+    return composed[0]
+
+
+def launch(main: Callable[[Config], dict[str, float]]) -> None:
+    """Run an entrypoint: compose, check, train; a mistake is one line and exit code 2, before process groups start."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    import imagenet_dataset
+
+    script = Path(sys.argv[0]).stem
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        cfg = _compose_from_command_line()
+        check_script(cfg, script, world_size)
+        micro_batch(cfg, world_size)
+    except ConfigError as error:
+        exit_with(str(error))
+    try:
+        imagenet_dataset.check(cfg)
+    except ConfigError as error:  # about files: each node has its own, and the first rank of each speaks
+        exit_with(str(error), rank_variable="LOCAL_RANK")
+    record(main)(cfg)  # torchrun then shows this process's error as the root cause

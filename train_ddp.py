@@ -1,0 +1,77 @@
+"""Train a Vision Transformer with DistributedDataParallel: every GPU holds the whole model, gradients are averaged.
+
+    python train_ddp.py                                                            # one process, the bundled data
+    torchrun --standalone --nproc-per-node 8 train_ddp.py --config-name vit_base_patch16_224 data.path=/data/imagenet
+
+The simplest strategy, and the fastest while weights, gradients and optimizer (16 bytes a parameter) fit on one GPU.
+"""
+
+from schema import Config, launch, micro_batch, pair
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import checkpoint
+from distributed import dist_session
+from imagenet_dataset import build_loaders
+from optim import build_optimizer
+from trainer import Run, train
+from vit import VisionTransformer, prepare_blocks
+
+
+def main(cfg: Config) -> dict[str, float]:
+    """One training run; returns the last value of every metric."""
+    with dist_session(cfg) as session:
+        # Mesh: one axis, over which batches differ and weights do not.
+        device = session.device
+        mesh = init_device_mesh(device.type, (session.world_size,), mesh_dim_names=("dp",))
+
+        # Model: FP32 weights on the device, BF16 by autocast in the forward pass. Recompute and compile come before
+        # the wrapper, so that its hooks stay outside.
+        with device:
+            module = VisionTransformer(cfg.model)
+        module.init_weights(cfg.seed)
+        prepare_blocks(module, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
+        module.forward = autocast(module.forward)
+        model = DistributedDataParallel(
+            module,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            process_group=mesh.get_group("dp"),
+            bucket_cap_mb=cfg.ddp.bucket_cap_mb,
+            gradient_as_bucket_view=True,
+        )
+
+        # Optimizer: the whole of it on every rank.
+        optimizer = build_optimizer(model, cfg, no_weight_decay=module.no_weight_decay())
+
+        # Gradients: averaged over ranks in the last microbatch's backward pass, summed locally before it.
+        def grad_sync(is_last: bool) -> contextlib.AbstractContextManager:
+            return contextlib.nullcontext() if is_last else model.no_sync()
+
+        # DDP puts its buckets in the order of the first backward pass, which changes the order of sums over three and
+        # more ranks. Let it, on noise, before the first real step: a resumed run then sums as the straight one does.
+        settle_buckets(model, cfg, device)
+
+        # Restore, then train from there.
+        state = checkpoint.TrainState(model, optimizer)
+        resumed = checkpoint.restore(state, cfg, session)
+        loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
+        run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image())
+        return train(run, cfg, session, loaders=loaders, resumed=resumed)
+
+
+def settle_buckets(model: DistributedDataParallel, cfg: Config, device: torch.device) -> None:
+    """One forward and backward pass on noise, of a microbatch's size; leaves no gradient behind."""
+    micro_batch_size, _ = micro_batch(cfg, dist.get_world_size())
+    images = torch.rand(micro_batch_size, cfg.model.in_chans, *pair(cfg.model.img_size), device=device)
+    model(images).sum().backward()
+    model.zero_grad()
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,71 @@
+"""Train a Vision Transformer with FSDP2: weights, gradients and optimizer are sharded, a block is gathered when used.
+
+    python train_fsdp2.py                                                          # one process, the bundled data
+    torchrun --standalone --nproc-per-node 8 train_fsdp2.py --config-name vit_base_patch16_224 data.path=/data/imagenet
+
+For models that do not fit on one GPU. distributed.dp_outer=2 keeps two sharded copies (HSDP): less traffic between
+nodes.
+"""
+
+from schema import Config, launch
+
+import contextlib
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+import checkpoint
+from distributed import dist_session
+from imagenet_dataset import build_loaders
+from optim import build_optimizer
+from trainer import Run, train
+from vit import VisionTransformer, prepare_blocks
+
+
+def main(cfg: Config) -> dict[str, float]:
+    """One training run; returns the last value of every metric."""
+    with dist_session(cfg) as session:
+        # Mesh: ranks along dp_shard share one copy of the weights, ranks along dp_outer hold replicas of it.
+        device = session.device
+        outer = cfg.distributed.dp_outer or 1
+        shape = (outer, session.world_size // outer)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_outer", "dp_shard"))
+
+        # Model: built without storage, sharded block by block and then the rest, and only then given storage and
+        # weights: no rank ever holds the whole. Recompute and compile come first, so that FSDP's hooks stay outside.
+        with torch.device("meta"):
+            model = VisionTransformer(cfg.model)
+        prepare_blocks(model, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
+        options = {
+            "mesh": mesh if outer > 1 else mesh["dp_shard"],
+            "reshard_after_forward": cfg.fsdp2.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # compute in BF16, average in FP32
+            if cfg.precision == "bf16"
+            else MixedPrecisionPolicy(),
+            "offload_policy": CPUOffloadPolicy() if cfg.fsdp2.cpu_offload else OffloadPolicy(),
+        }
+        for unit in model.shard_units():
+            fully_shard(unit, **options)
+        fully_shard(model, **options)
+        model.to_empty(device="cpu" if cfg.fsdp2.cpu_offload else device)
+        model.init_weights(cfg.seed)
+
+        # Optimizer: after sharding, so that it holds this rank's shards only.
+        optimizer = build_optimizer(model, cfg, no_weight_decay=model.no_weight_decay())
+
+        # Gradients: reduced and scattered in the last microbatch's backward pass, summed unsharded before it.
+        def grad_sync(is_last: bool) -> contextlib.AbstractContextManager:
+            model.set_requires_gradient_sync(is_last)
+            return contextlib.nullcontext()
+
+        # Restore, then train from there.
+        state = checkpoint.TrainState(model, optimizer)
+        resumed = checkpoint.restore(state, cfg, session)
+        loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
+        run = Run(model, optimizer, grad_sync, mesh, state, model.flops_per_image())
+        return train(run, cfg, session, loaders=loaders, resumed=resumed)
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,81 @@
+"""Train a Vision Transformer with Megatron-FSDP: NVIDIA's sharding, BF16 weights for compute beside FP32 main weights.
+
+    python train_mfsdp.py --config-name vit_base_patch16_224 data.path=/data/imagenet        # one GPU
+    torchrun --standalone --nproc-per-node 8 train_mfsdp.py --config-name vit_base_patch16_224 data.path=/data/imagenet
+
+Needs CUDA. mfsdp.zero_dp_strategy chooses what is sharded; distributed.dp_outer=2 keeps two sharded copies (HSDP).
+"""
+
+from schema import Config, launch
+
+import contextlib
+
+import torch
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from torch.distributed.device_mesh import init_device_mesh
+
+import checkpoint
+from distributed import dist_session
+from imagenet_dataset import build_loaders
+from optim import build_optimizer, inert
+from trainer import Run, train
+from vit import VisionTransformer, prepare_blocks
+
+
+def main(cfg: Config) -> dict[str, float]:
+    """One training run; returns the last value of every metric."""
+    with dist_session(cfg) as session:
+        # Mesh: ranks along dp_shard share one copy of the weights, ranks along dp_outer hold replicas of it. The
+        # library wants a tp axis, of size 1 too.
+        device = session.device
+        outer = cfg.distributed.dp_outer or 1
+        shape = (outer, session.world_size // outer, 1)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_outer", "dp_shard", "tp"))
+        hybrid_group = mesh["dp_outer", "dp_shard"]._flatten("dp").get_group() if outer > 1 else None
+
+        # Model: built without storage, in BF16; the library shards it unit by unit as it gives it storage, and keeps
+        # FP32 main weights. It copies those from the BF16 ones, so that `init_weights` gives them their FP32 values.
+        # Recompute and compile come first, so that the library's hooks stay outside.
+        sharded_weights = cfg.mfsdp.zero_dp_strategy != "no_shard"
+        with torch.device("meta" if sharded_weights else device):
+            module = VisionTransformer(cfg.model).to(torch.bfloat16)
+        prepare_blocks(module, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
+        model = fully_shard_model(
+            module,
+            device_mesh=mesh,
+            dp_shard_dim="dp_shard",
+            dp_outer_dim="dp_outer" if outer > 1 else None,
+            hybrid_fsdp_group=hybrid_group,
+            tp_dim="tp",
+            fsdp_unit_modules=list({type(unit) for unit in module.shard_units()}),
+            zero_dp_strategy=cfg.mfsdp.zero_dp_strategy,
+            outer_dp_sharding_strategy=cfg.mfsdp.outer_dp_sharding_strategy,
+            init_model_with_meta_device=sharded_weights,
+            mixed_precision_policy=MixedPrecisionPolicy(
+                main_params_dtype=torch.float32, main_grads_dtype=torch.float32
+            ),
+        )
+        module.init_weights(cfg.seed)
+        model.install_optimized_model_weights()  # main weights -> BF16 weights
+
+        # Optimizer: after sharding. fully_shard_optimizer takes a step of its own, which must neither decay nor count.
+        optimizer = build_optimizer(model, cfg, no_weight_decay=module.no_weight_decay())
+        with inert(optimizer):
+            fully_shard_optimizer(optimizer)
+
+        # Gradients: reduced into FP32 shards in every backward pass; waited for, and handed to the optimizer, in the
+        # last microbatch's only.
+        def grad_sync(is_last: bool) -> contextlib.AbstractContextManager:
+            model.set_model_auto_sync(is_last)
+            return contextlib.nullcontext()
+
+        # Restore, then train from there.
+        state = checkpoint.TrainState(model, optimizer, after_load=model.install_optimized_model_weights)
+        resumed = checkpoint.restore(state, cfg, session)
+        loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
+        run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image())
+        return train(run, cfg, session, loaders=loaders, resumed=resumed)
+
+
+if __name__ == "__main__":
+    launch(main)

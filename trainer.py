@@ -1,0 +1,231 @@
+"""The one training loop and the one evaluation."""
+
+from schema import Config, micro_batch
+
+import contextlib
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
+
+import checkpoint
+from distributed import Session, set_status
+from imagenet_dataset import PADDING, num_train_steps, scan
+from metrics import MetricLogger, Speed
+from optim import clip_grad_norm_, lr_at
+
+logger = logging.getLogger(__name__)
+NEVER = torch.iinfo(torch.int64).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What an entrypoint hands to the loop: everything that a strategy decides.
+
+    Attributes:
+        model: called as model(images) -> logits.
+        optimizer: over the (sharded) parameters.
+        grad_sync: grad_sync(is_last) is the context of one forward and backward pass; only the last of a step's
+            microbatches needs its gradients reduced over ranks.
+        mesh: the device mesh.
+        state: the tensors to save, load and clip, under timm's names.
+        flops_per_image: of one forward pass.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    grad_sync: Callable[[bool], contextlib.AbstractContextManager]
+    mesh: DeviceMesh
+    state: checkpoint.TrainState
+    flops_per_image: float
+
+
+class NonFiniteError(FloatingPointError):
+    """The loss or the gradient norm was not finite; the text names the step."""
+
+
+def train(
+    run: Run,
+    cfg: Config,
+    session: Session,
+    *,
+    loaders: tuple[DataLoader, DataLoader],
+    resumed: checkpoint.Resumed,
+) -> dict[str, float]:
+    """Train from `resumed.step` to the end of the run; returns the last value of every metric.
+
+    Raises:
+        NonFiniteError: on all ranks together, at the next log step or save after it happened.
+    """
+    train_loader, val_loader = loaders
+    device = session.device
+    _, accumulation = micro_batch(cfg, session.world_size)
+    total_steps = num_train_steps(cfg)
+    start_step, best = resumed.step, resumed.best
+    _introduce(run, cfg, session, start_step=start_step, total_steps=total_steps)
+    normalize = Normalize(cfg, device)
+    parameters = list(run.state.weights.values())
+    metrics = MetricLogger(cfg, session, start_step=start_step, total_steps=total_steps, run_id=resumed.run_id)
+    speed = Speed(session, images_per_step=cfg.global_batch_size, flops_per_image=run.flops_per_image)
+    first_bad_step = torch.full((), NEVER, device=device)  # stays on the device until a log step or a save reads it
+
+    run.model.train()
+    batches = iter(train_loader)
+    for step in range(start_step + 1, total_steps + 1):
+        is_last_step = step == total_steps
+        lr = lr_at(step, cfg)
+        for group in run.optimizer.param_groups:
+            group["lr"] = lr
+
+        # 1. Forward and backward: the gradient of k microbatches is that of one batch of the same images.
+        loss = torch.zeros((), device=device)
+        for microbatch in range(accumulation):
+            waiting_since = time.perf_counter()
+            images, labels = next(batches)
+            speed.waited += time.perf_counter() - waiting_since
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            _seed_dropout(cfg.seed, step, session.rank, microbatch)
+            with run.grad_sync(microbatch == accumulation - 1):
+                logits = run.model(normalize(images)).float()
+                part = F.cross_entropy(logits, labels, label_smoothing=cfg.loss.label_smoothing) / accumulation
+                part.backward()
+            loss += part.detach()
+
+        # 2. Clip and update.
+        grad_norm = clip_grad_norm_(parameters, cfg.max_grad_norm)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        is_bad = ~(loss.isfinite() & grad_norm.isfinite())
+        first_bad_step = torch.where(is_bad & (first_bad_step == NEVER), step, first_bad_step)
+        speed.steps += 1
+        metrics.bar.update()
+
+        # 3. Log: the one place where the host waits for the device.
+        if step % cfg.logger.frequency == 0 or is_last_step or step == 1:
+            _stop_if_not_finite(first_bad_step)
+            dist.all_reduce(loss)
+            values = {
+                "train/loss": loss.item() / session.world_size,
+                "train/grad_norm": grad_norm.item(),
+                "train/lr": lr,
+            }
+            metrics.write(step, values | speed.read())
+            set_status(session, "running", step)
+
+        # 4. Evaluate, then save: a step's checkpoint knows its score, and a new best always has one.
+        is_new_best = False
+        if _is_due(step, cfg.evaluation.every_n_steps, is_last_step):
+            result = evaluate(run.model, val_loader, normalize, device=device)
+            metrics.write(step, result)
+            metric = cfg.evaluation.best_metric
+            is_new_best = _is_better(result[metric], best, metric)
+            if is_new_best:
+                best = {"step": step, "metric": metric, "value": result[metric]}
+            speed.restart()
+        is_save_due = is_new_best or is_last_step or _is_due(step, cfg.checkpoint.save_every_n_steps)
+        if is_save_due and cfg.checkpoint.ckpt_dir is not None:
+            _stop_if_not_finite(first_bad_step)
+            checkpoint.save(run.state, cfg, session, step=step, run_id=resumed.run_id)
+            if is_new_best:
+                checkpoint.write_best(cfg, session, best)
+            checkpoint.prune(cfg, session, best)
+            speed.restart()
+
+    if start_step >= total_steps:
+        logger.info("nothing to do: the run is finished (step %d of %d)", start_step, total_steps)
+    if cfg.checkpoint.ckpt_dir is not None and cfg.checkpoint.save_final_model:
+        checkpoint.save_final_model(cfg, session)
+    metrics.close()
+    set_status(session, "finished", max(start_step, total_steps))
+    return metrics.last
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, loader: DataLoader, normalize: "Normalize", *, device: torch.device
+) -> dict[str, float | int]:
+    """Loss and accuracy over the whole validation set, every image counted once at any world size and batch size.
+
+    All ranks run equally many batches of one size; what fills up the last ones carries no label and counts for nothing.
+    Leaves the model in training mode, as it found it.
+    """
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1 hits, top-5 hits, images
+    model.eval()
+    for images, labels in loader:
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        logits = model(normalize(images)).float()
+        is_image = labels != PADDING
+        losses = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="none")
+        top5 = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]  # B 5
+        rows = torch.stack([losses, top5[:, 0].float(), top5.any(dim=1).float(), is_image.float()])  # 4 B
+        sums += (rows.double() * is_image).sum(dim=1)
+    model.train()
+    dist.all_reduce(sums)
+    loss, top1, top5, images = sums.tolist()
+    return {"val/loss": loss / images, "val/top1": top1 / images, "val/top5": top5 / images, "val/images": int(images)}
+
+
+class Normalize:
+    """uint8 pictures (B, C, Y, X) to floats of the data's mean 0 and deviation 1, on the device."""
+
+    def __init__(self, cfg: Config, device: torch.device) -> None:
+        def per_channel(values: tuple[float, ...]) -> torch.Tensor:
+            return 255 * torch.tensor(values, device=device).view(1, -1, 1, 1)
+
+        self.mean, self.std = per_channel(cfg.data.mean), per_channel(cfg.data.std)
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """(B, C, Y, X), uint8 -> float32."""
+        return (images.float() - self.mean) / self.std
+
+
+def _seed_dropout(seed: int, step: int, rank: int, microbatch: int) -> None:
+    """Dropout and drop path follow from (seed, step, rank, microbatch), so no generator's state need be saved."""
+    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank, microbatch]).generate_state(1, np.uint64)[0] >> 1))
+
+
+def _is_due(step: int, every_n_steps: int | None, is_last_step: bool = False) -> bool:
+    return every_n_steps is not None and (step % every_n_steps == 0 or is_last_step)
+
+
+def _is_better(value: float, best: dict[str, Any] | None, metric: str) -> bool:
+    """Whether `value` beats the best result so far; a tie does not, NaN does not. Another metric starts anew."""
+    if not math.isfinite(value) or best is None or best["metric"] != metric:
+        return math.isfinite(value)
+    return value < best["value"] if metric == "val/loss" else value > best["value"]
+
+
+def _stop_if_not_finite(first_bad_step: torch.Tensor) -> None:
+    """Raise on all ranks alike if the loss or the gradient norm of any rank was not finite."""
+    first = first_bad_step.clone()
+    dist.all_reduce(first, op=dist.ReduceOp.MIN)
+    if first.item() != NEVER:
+        raise NonFiniteError(
+            f"the loss or the gradient norm was not finite at step {first.item()}: nothing was saved since; "
+            "lower optimizer.lr, lengthen lr_scheduler.num_warmup_steps or set model.qk_norm=true"
+        )
+
+
+def _introduce(run: Run, cfg: Config, session: Session, *, start_step: int, total_steps: int) -> None:
+    """Say what runs, once."""
+    micro, accumulation = micro_batch(cfg, session.world_size)
+    parameters = sum(weight.numel() for weight in run.state.weights.values())
+    logger.info("mesh %s, %.2f M parameters, %s", run.mesh, parameters / 1e6, cfg.precision)
+    logger.info(
+        "global batch %d = %d images x %d ranks x %d microbatches; steps %d to %d",
+        *(cfg.global_batch_size, micro, session.world_size, accumulation, start_step + 1, total_steps),
+    )
+    if cfg.data.source == "folder":
+        for split in ("train", "val"):
+            folder = scan(cfg.data.path, split)
+            logger.info("%s: %d images, skipped %s", split, len(folder.samples), folder.skipped or "nothing")

@@ -1,0 +1,243 @@
+"""The Vision Transformer: timm's, by names and by numbers.
+
+Parameters carry the names of `timm.models.vision_transformer.VisionTransformer`, so that weights travel both ways
+without a key map, and logits and gradients equal timm's. Shapes in the comments: `B` images, `C Y X` channels, height
+and width, `N` tokens, `D` width.
+"""
+
+from schema import ModelConfig, pair
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from timm.layers import (
+    AttentionPoolLatent,
+    DropPath,
+    Mlp,
+    PatchDropout,
+    PatchEmbed,
+    calculate_drop_path_rates,
+    get_act_layer,
+)
+from timm.layers import LayerScale as TimmLayerScale
+from timm.models.vision_transformer import Attention
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from distributed import local_slice, to_local
+
+
+class LayerScale(TimmLayerScale):
+    """timm's LayerScale, whose FP32 gain does not turn the BF16 residual stream of autocast into FP32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, N, D) -> (B, N, D)."""
+        return x * self.gamma.to(x.dtype)
+
+
+class AttentionPool(AttentionPoolLatent):
+    """timm's attention pooling, with the per-module initialization that meta-device builders call."""
+
+    def reset_parameters(self) -> None:
+        """Draw the latent query; the linear layers and the norm reset themselves."""
+        _initialize(self, self.named_parameters(recurse=False), generator=None)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, cfg: ModelConfig, *, drop_path: float) -> None:
+        super().__init__()
+        norm_layer = functools.partial(nn.LayerNorm, eps=cfg.norm_eps)
+
+        def scale() -> nn.Module:
+            return nn.Identity() if cfg.init_values is None else LayerScale(cfg.embed_dim, cfg.init_values)
+
+        self.norm1 = norm_layer(cfg.embed_dim)
+        self.attn = Attention(
+            cfg.embed_dim,
+            num_heads=cfg.num_heads,
+            qkv_bias=cfg.qkv_bias,
+            qk_norm=cfg.qk_norm,
+            proj_bias=cfg.proj_bias,
+            attn_drop=cfg.attn_drop_rate,
+            proj_drop=cfg.proj_drop_rate,
+            norm_layer=norm_layer,
+        )
+        self.ls1 = scale()
+        self.drop_path1 = DropPath(drop_path)
+        self.norm2 = norm_layer(cfg.embed_dim)
+        self.mlp = Mlp(
+            cfg.embed_dim,
+            int(cfg.embed_dim * cfg.mlp_ratio),
+            act_layer=get_act_layer(cfg.act_layer),
+            bias=cfg.proj_bias,
+            drop=cfg.proj_drop_rate,
+        )
+        self.ls2 = scale()
+        self.drop_path2 = DropPath(drop_path)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, N, D) -> (B, N, D)."""
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+class VisionTransformer(nn.Module):
+    """Images (B, C, Y, X), normalised floats, to logits (B, num_classes).
+
+    Build it under `torch.device("meta")` or on a device, place or shard it, then call `init_weights`.
+    """
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        width = cfg.embed_dim
+        use_fc_norm = cfg.global_pool == "avg" if cfg.fc_norm is None else cfg.fc_norm
+        norm_layer = functools.partial(nn.LayerNorm, eps=cfg.norm_eps)
+
+        self.num_prefix_tokens = cfg.class_token + cfg.reg_tokens
+        self.patch_embed = PatchEmbed(
+            pair(cfg.img_size), pair(cfg.patch_size), cfg.in_chans, width, bias=not cfg.pre_norm
+        )
+        num_embeddings = self.patch_embed.num_patches + (0 if cfg.no_embed_class else self.num_prefix_tokens)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, width)) if cfg.class_token else None
+        self.reg_token = nn.Parameter(torch.empty(1, cfg.reg_tokens, width)) if cfg.reg_tokens else None
+        self.pos_embed = nn.Parameter(torch.empty(1, num_embeddings, width))
+        self.pos_drop = nn.Dropout(cfg.pos_drop_rate)
+        self.patch_drop = (
+            PatchDropout(cfg.patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
+            if cfg.patch_drop_rate
+            else nn.Identity()
+        )
+        self.norm_pre = norm_layer(width) if cfg.pre_norm else nn.Identity()
+        rates = calculate_drop_path_rates(cfg.drop_path_rate, cfg.depth)
+        self.blocks = nn.Sequential(*(Block(cfg, drop_path=rate) for rate in rates))
+        self.norm = nn.Identity() if use_fc_norm else norm_layer(width)
+        self.attn_pool = (
+            AttentionPool(
+                width,
+                num_heads=cfg.num_heads,
+                mlp_ratio=cfg.mlp_ratio,
+                norm_layer=norm_layer,
+                act_layer=get_act_layer(cfg.act_layer),
+            )
+            if cfg.global_pool == "map"
+            else None
+        )
+        self.fc_norm = norm_layer(width) if use_fc_norm else nn.Identity()
+        self.head_drop = nn.Dropout(cfg.drop_rate)
+        self.head = nn.Linear(width, cfg.num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, C, Y, X) -> (B, num_classes)."""
+        x = x.to(self.patch_embed.proj.weight.dtype)  # BF16 where a strategy keeps BF16 copies instead of autocast
+        x = self.patch_embed(x)  # B C Y X -> B N D
+        x = self.patch_drop(self.pos_drop(self._add_tokens(x)))
+        x = self.norm(self.blocks(self.norm_pre(x)))
+        return self.head(self.head_drop(self.fc_norm(self._pool(x))))  # B N D -> B num_classes
+
+    def _add_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Prepend class and register tokens and add the positions, in x's dtype: an FP32 table would promote x."""
+        tokens = [t.to(x.dtype).expand(len(x), -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+        pos_embed = self.pos_embed.to(x.dtype)
+        if self.cfg.no_embed_class:
+            return torch.cat([*tokens, x + pos_embed], dim=1)
+        return torch.cat([*tokens, x], dim=1) + pos_embed
+
+    def _pool(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, N, D) -> (B, D)."""
+        if self.cfg.global_pool == "token":
+            return x[:, 0]
+        x = x[:, self.num_prefix_tokens :]
+        return x.mean(dim=1) if self.attn_pool is None else self.attn_pool(x)
+
+    def shard_units(self) -> list[nn.Module]:
+        """The modules to shard, compile and recompute one by one."""
+        return list(self.blocks)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the tensors of two or more dimensions that are not weights of a matrix product."""
+        tokens = {"pos_embed", "cls_token", "reg_token", "attn_pool.latent"}
+        return {name for name, _ in self.named_parameters() if name in tokens}
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fill every parameter with timm's initial distribution, the same values under every strategy and world size.
+
+        Each tensor is drawn whole, on its own device, from a generator seeded by (seed, its name), one tensor at a
+        time; a sharded parameter keeps its part. CPU and GPU generators differ, so do CPU and GPU starts.
+        """
+        for module_name, module in self.named_modules():
+            prefix = f"{module_name}." if module_name else ""
+            for name, parameter in module.named_parameters(recurse=False):
+                generator = torch.Generator(parameter.device).manual_seed(_tensor_seed(seed, prefix + name))
+                whole = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+                _initialize(module, [(name, whole)], generator)
+                to_local(parameter).copy_(local_slice(whole, parameter))
+
+    def reset_parameters(self) -> None:
+        """Draw this module's own tensors (tokens and positions), for builders that go module by module."""
+        _initialize(self, self.named_parameters(recurse=False), generator=None)
+
+    def flops_per_image(self) -> float:
+        """Floating-point operations of one image's forward pass: matrix products and attention, 2 a multiply-add."""
+        cfg, patches = self.cfg, self.patch_embed.num_patches
+        tokens = patches + self.num_prefix_tokens
+        hidden = int(cfg.embed_dim * cfg.mlp_ratio)
+        kept = self.num_prefix_tokens + max(1, int(patches * (1 - cfg.patch_drop_rate)))
+        tokens = kept if cfg.patch_drop_rate else tokens
+        block = tokens * cfg.embed_dim * (4 * cfg.embed_dim + 2 * hidden) + 2 * tokens**2 * cfg.embed_dim
+        embed = patches * cfg.embed_dim * cfg.in_chans * math.prod(pair(cfg.patch_size))
+        pool = 2 * tokens * cfg.embed_dim**2 if self.attn_pool is not None else 0
+        return 2.0 * (embed + cfg.depth * block + pool + cfg.embed_dim * cfg.num_classes)
+
+
+def _tensor_seed(seed: int, name: str) -> int:
+    import hashlib
+
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1
+
+
+@torch.no_grad()
+def _initialize(
+    module: nn.Module, tensors: Iterator[tuple[str, torch.Tensor]], generator: torch.Generator | None
+) -> None:
+    """Fill `tensors`, named as `module`'s own parameters, by timm's rule for that kind of module.
+
+    Source: timm.models.vision_transformer.init_weights_vit_timm (its default mode) and the layers' own resets.
+    """
+    for name, tensor in tensors:
+        if isinstance(module, nn.LayerNorm):
+            tensor.fill_(1.0 if name == "weight" else 0.0)
+        elif isinstance(module, TimmLayerScale):
+            tensor.fill_(module.init_values)
+        elif isinstance(module, nn.Linear):
+            tensor.zero_() if name == "bias" else nn.init.trunc_normal_(tensor, std=0.02, generator=generator)
+        elif isinstance(module, nn.Conv2d):  # torch's default, which timm keeps: uniform within 1 / sqrt(fan in)
+            bound = 1 / math.sqrt(module.in_channels * math.prod(module.kernel_size))
+            nn.init.uniform_(tensor, -bound, bound, generator=generator)
+        elif name == "pos_embed":
+            nn.init.trunc_normal_(tensor, std=0.02, generator=generator)
+        elif name in ("cls_token", "reg_token"):
+            nn.init.normal_(tensor, std=1e-6, generator=generator)
+        elif name == "latent":
+            std = tensor.shape[-1] ** -0.5
+            nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)
+        else:
+            raise AssertionError(f"no initialization rule for {type(module).__name__}.{name}")
+
+
+def prepare_blocks(model: VisionTransformer, *, activation_checkpointing: bool, compile: bool) -> None:
+    """Recompute and compile block by block, before sharding and inside its hooks: recompute -> compile -> shard.
+
+    Wraps each block's `forward` rather than the block, so that no wrapper shows in parameter names and no strategy's
+    hook is traced.
+    """
+    for block in model.shard_units():
+        forward: Callable = block.forward
+        if activation_checkpointing:
+            forward = functools.partial(checkpoint, forward, use_reentrant=False)
+        block.forward = torch.compile(forward) if compile else forward
