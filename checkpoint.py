@@ -212,13 +212,11 @@ def _set_aside(ckpt_dir: Path) -> None:
     logger.warning("checkpoint.resume_from_checkpoint=false: moved the earlier run's checkpoints to %s", aside)
 
 
-def save_final_model(cfg: Config, session: Session) -> None:
-    """Write final_model/ from the newest complete checkpoint, on rank 0: weights only, no optimizer state is read."""
-    if session.is_main:
-        ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
-        complete = _complete_checkpoints(ckpt_dir)
-        export(complete[max(complete)], ckpt_dir / "final_model", cfg)
-    dist.barrier()
+def save_final_model(cfg: Config) -> None:
+    """Write final_model/ from the newest complete checkpoint: weights only, no optimizer state is read, one process."""
+    ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
+    complete = _complete_checkpoints(ckpt_dir)
+    export(complete[max(complete)], ckpt_dir / "final_model", cfg)
 
 
 def export(folder: Path, target: Path, cfg: Config) -> None:
@@ -255,7 +253,7 @@ def timm_config(cfg: Config) -> dict[str, Any]:
         "architecture": "vit_base_patch16_224",  # timm's entry point; every argument is given below
         "num_classes": model.pop("num_classes"),
         "num_features": cfg.model.embed_dim,
-        "global_pool": model.pop("global_pool"),
+        "global_pool": cfg.model.global_pool,
         "model_args": model,
         "pretrained_cfg": {
             "input_size": [channels, height, width],

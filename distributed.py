@@ -5,6 +5,7 @@ from schema import PROJECT_DIR, Config, ConfigError
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,6 +26,8 @@ import yaml
 from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
+TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that waits longer gives up
+_sessions = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Session:
     world_size: int
     device: torch.device
     output_dir: Path
+    afterwards: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    """Work for rank 0 alone, done when the process group is gone: nobody waits for it in a collective."""
 
     @property
     def is_main(self) -> bool:
@@ -59,45 +64,65 @@ def dist_session(cfg: Config) -> Iterator[Session]:
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     session = Session(rank, local_rank, world_size, device, Path(cfg.output_dir))
 
-    lock = _lock(session) if session.is_main else None
-    _set_up_logging(session)
-    _set_precision(cfg)
-    if cuda:
-        torch.cuda.set_device(device)
-    # One process needs no port, which could collide: a store in memory.
-    alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        device_id=device if cuda else None,
-        timeout=timedelta(minutes=10),
-        **alone,
-    )
-    if session.is_main:
-        _write_provenance(cfg, session)
-    set_status(session, "running")
-    try:
-        yield session
-    except BaseException:
-        # No destroy_process_group here: it can wait for ranks that wait for this one. Exiting ends the job at once,
-        # because torchrun stops the others.
-        set_status(session, "failed")
-        raise
-    dist.barrier()
-    dist.destroy_process_group()
-    if lock:
-        lock.close()
+    with contextlib.ExitStack() as held:
+        if session.is_main:
+            held.enter_context(_lock(session.output_dir))
+        _set_up_logging(session)
+        _set_precision(cfg)
+        if cuda:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=_store(),
+            rank=rank,
+            world_size=world_size,
+            device_id=device if cuda else None,
+            timeout=TIMEOUT,
+        )
+        if session.is_main:
+            _write_provenance(cfg, session)
+        set_status(session, "running")
+        try:
+            yield session
+            dist.barrier()
+            dist.destroy_process_group()
+            for work in session.afterwards if session.is_main else ():
+                work()
+        except BaseException:
+            # No destroy_process_group here: it can wait for ranks that wait for this one. Exiting ends the job at once,
+            # because torchrun stops the others.
+            set_status(session, "failed")
+            raise
+        set_status(session, "finished")
 
 
-def _lock(session: Session) -> TextIO:
-    """Hold the output folder for as long as this process lives; the kernel lets go of a dead run's lock."""
-    session.output_dir.mkdir(parents=True, exist_ok=True)
-    lock = open(session.output_dir / ".lock", "a+")  # noqa: SIM115  (held until the session ends)
+def _store() -> dist.Store:
+    """Where the processes find each other: torchrun's store, or one in memory for a lone process, which needs no port.
+
+    torchrun keeps its store over --max-restarts, and a process may train more than once: each attempt gets names of its
+    own, because gloo would connect to the addresses of the attempt before (seen with torch 2.14.1).
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_sessions)}"
+    return dist.PrefixStore(attempt, store)
+
+
+def _lock(output_dir: Path) -> TextIO:
+    """An open, locked file in the output folder; the kernel lets go of the lock when the process dies, however it does.
+
+    Raises:
+        ConfigError: a live run holds it.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    lock = open(output_dir / ".lock", "a+")  # noqa: SIM115  (the caller closes it)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.seek(0)
         raise ConfigError(
-            f"output_dir={session.output_dir} is in use by a live run ({lock.read().strip()}): "
+            f"output_dir={output_dir} is in use by a live run ({lock.read().strip()}): "
             "wait for it, or give this run another output_dir"
         ) from None
     lock.truncate(0)

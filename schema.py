@@ -28,18 +28,18 @@ class ConfigError(ValueError):
     """A mistake of the user's: its text is the one line that the user reads."""
 
 
-def exit_with(message: str, *, rank_variable: str = "RANK") -> NoReturn:
-    """Print one line from the process whose `rank_variable` is 0, or from the only one, and exit with 2 on all."""
+def exit_with(message: str, *, rank_variable: str = "RANK", code: int = 2) -> NoReturn:
+    """Print one line from the process whose `rank_variable` is 0, or from the only one, and exit with `code` on all."""
     if int(os.environ.get(rank_variable, "0")) == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
         # torchrun ends the other ranks as soon as one exits, also a rank 0 that has not spoken yet: let it go first.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(10)
-    sys.exit(2)
+    sys.exit(code)
 
 
-def check_versions(requirements: Path = PROJECT_DIR / "requirements.txt", *, only: set[str] | None = None) -> None:
+def check_versions(requirements: Path = PROJECT_DIR / "requirements.txt") -> None:
     """Exit with one line if Python or a package that training imports is missing or outside requirements.txt.
 
     Reads the packages' metadata, so that it works where importing the package would fail.
@@ -48,7 +48,7 @@ def check_versions(requirements: Path = PROJECT_DIR / "requirements.txt", *, onl
         exit_with(f"Python {sys.version.split()[0]} is too old: this recipe needs Python 3.10 or newer")
     from packaging.requirements import Requirement
 
-    needed = only or {"torch", "torchvision", "timm", "torchdata", "hydra-core", "omegaconf", "pydantic"}
+    needed = {"torch", "torchvision", "timm", "torchdata", "hydra-core", "omegaconf", "pydantic", "megatron-fsdp"}
     for line in requirements.read_text().splitlines():
         if not (line := line.split("#")[0].strip()):
             continue
@@ -321,6 +321,11 @@ class Config:
                     f"data.{key}={list(values)} has {len(values)} values, model.in_chans={self.model.in_chans}: "
                     "give one value, or one a channel"
                 )
+        if self.checkpoint.save_final_model and self.checkpoint.ckpt_dir and self.model.norm_eps != 1e-6:
+            raise ConfigError(
+                f"model.norm_eps={self.model.norm_eps} cannot be exported, timm's ViTs have 1e-6: "
+                "set checkpoint.save_final_model=false"
+            )
         if self.lr_scheduler.min_lr > self.optimizer.lr:
             raise ConfigError(
                 f"lr_scheduler.min_lr={self.lr_scheduler.min_lr} is above optimizer.lr={self.optimizer.lr}: lower it"
@@ -367,7 +372,6 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
             f"{world_size}: leave one of them null"
         )
     if script == "train_mfsdp":
-        check_versions(only={"megatron-fsdp"})
         if not torch.cuda.is_available():
             raise ConfigError(
                 "train_mfsdp.py needs a CUDA GPU (Megatron-FSDP has no CPU path): use train_fsdp2.py here"
@@ -498,4 +502,9 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
         imagenet_dataset.check(cfg)
     except ConfigError as error:  # about files: each node has its own, and the first rank of each speaks
         exit_with(str(error), rank_variable="LOCAL_RANK")
-    record(main)(cfg)  # torchrun then shows this process's error as the root cause
+    try:
+        record(main)(cfg)  # torchrun then shows this process's error as the root cause
+    except ConfigError as error:
+        exit_with(str(error))
+    except FloatingPointError as error:  # on all ranks alike, at the same step
+        exit_with(str(error), code=1)

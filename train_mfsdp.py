@@ -11,7 +11,6 @@ from schema import Config, launch
 import contextlib
 
 import torch
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from torch.distributed.device_mesh import init_device_mesh
 
 import checkpoint
@@ -24,6 +23,9 @@ from vit import VisionTransformer, prepare_blocks
 
 def main(cfg: Config) -> dict[str, float]:
     """One training run; returns the last value of every metric."""
+    # Imported here: it warns about missing libraries even where this script only says that it needs CUDA.
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+
     with dist_session(cfg) as session:
         # Mesh: ranks along dp_shard share one copy of the weights, ranks along dp_outer hold replicas of it. The
         # library wants a tp axis, of size 1 too.

@@ -144,9 +144,9 @@ def train(
     if start_step >= total_steps:
         logger.info("nothing to do: the run is finished (step %d of %d)", start_step, total_steps)
     if cfg.checkpoint.ckpt_dir is not None and cfg.checkpoint.save_final_model:
-        checkpoint.save_final_model(cfg, session)
+        session.afterwards.append(lambda: checkpoint.save_final_model(cfg))
     metrics.close()
-    set_status(session, "finished", max(start_step, total_steps))
+    set_status(session, "running", max(start_step, total_steps))
     return metrics.last
 
 

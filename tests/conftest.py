@@ -1,0 +1,97 @@
+"""What the tests share: a tiny data set of real JPEGs, and ways to start real processes."""
+
+import schema  # noqa: F401  (before torch)
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+torch.set_num_threads(1)  # as torchrun does: the same sums in every process
+
+# A model and a schedule that take milliseconds. Overrides of L0_sanity.
+TINY = [
+    "model.img_size=16",
+    "model.patch_size=8",
+    "model.embed_dim=24",
+    "model.depth=2",
+    "model.num_heads=3",
+    "model.num_classes=6",
+    "model.in_chans=3",
+    "global_batch_size=24",
+    "num_train_steps=6",
+    "lr_scheduler.num_warmup_steps=2",
+    "logger.frequency=1",
+    "evaluation.every_n_steps=null",
+    "checkpoint.save_every_n_steps=null",
+    "optimizer.lr=1e-3",
+]
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory):
+    """60 training and 23 validation JPEGs of noise in six classes; sizes differ, counts are no multiples of a batch."""
+    root = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    names = [f"class_{letter}" for letter in "fbdace"]
+    for split, count in (("train", 60), ("val", 23)):
+        for i in range(count):
+            folder = root / split / names[i % 6]
+            folder.mkdir(parents=True, exist_ok=True)
+            height, width = rng.integers(18, 40, 2)
+            base = rng.integers(0, 256, (3, 3, 3), dtype=np.uint8)  # big patches, so that JPEG keeps them apart
+            Image.fromarray(base).resize((int(width), int(height)), Image.NEAREST).save(folder / f"{i:03d}.jpg")
+    return root
+
+
+@pytest.fixture
+def tiny(pictures, tmp_path):
+    """Overrides for a tiny run on `pictures` in a folder of its own."""
+    return [*TINY, f"data.path={pictures}", f"output_dir={tmp_path / 'run'}"]
+
+
+def launch(command, *, nproc=None, timeout=240, cwd=ROOT, env=None):
+    """Run an entrypoint as a user does, through torchrun if `nproc` is given; returns the finished process."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    return subprocess.run(
+        [*(torchrun if nproc else [sys.executable]), *map(str, command)],
+        cwd=cwd,
+        env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)) | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def run_tasks(tasks, *, nproc, folder, timeout=300):
+    """Run `tasks` (see worker.py) in one set of processes; returns name -> outcome of each rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    done = launch([ROOT / "tests/worker.py", folder / "tasks.json", folder], nproc=nproc, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-20000:].split("elastic/multiprocessing/api")[0]
+    return {
+        task["name"]: [json.loads((folder / f"{task['name']}.{rank}.json").read_text()) for rank in range(nproc)]
+        for task in tasks
+    }
+
+
+def read_metrics(output_dir):
+    """Step -> all metrics of that step, of a run's metrics.jsonl; a later line counts."""
+    steps = {}
+    for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        steps.setdefault(values["step"], {}).update(values)
+    return steps
+
+
+def free_seed():
+    """A seed for tests that must not depend on one."""
+    return random.SystemRandom().randrange(2**31)

@@ -1,0 +1,209 @@
+"""The three strategies on GPUs, against each other: BF16, one and two cards, real JPEGs.
+
+pytest -m gpu        one GPU
+pytest -m multi_gpu  two GPUs
+"""
+
+import schema  # noqa: F401  (before torch)
+
+import functools
+import itertools
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import TINY, read_metrics, run_tasks
+from safetensors.torch import load_file
+
+SCRIPTS = ("train_ddp", "train_fsdp2", "train_mfsdp")
+ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+MODEL = [
+    "model.img_size=32",
+    "model.patch_size=8",
+    "model.embed_dim=192",
+    "model.depth=4",
+    "model.num_heads=3",
+    "model.global_pool=token",
+    "model.class_token=true",
+    "model.reg_tokens=1",
+    "model.init_values=0.1",
+    "global_batch_size=48",
+    "precision=bf16",
+    "evaluation.every_n_steps=10",
+]
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.multi_gpu)]
+)
+def nproc(request):
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def runs(pictures, tmp_path_factory):
+    """A function: number of GPUs -> (outcomes, folder)."""
+
+    @functools.cache
+    def start(nproc):
+        folder = tmp_path_factory.mktemp(f"gpus_{nproc}")
+        return run_tasks(_tasks(nproc, pictures, folder), nproc=nproc, folder=folder, timeout=500), folder
+
+    return start
+
+
+def _tasks(nproc, pictures, folder):
+    def task(name, script, *overrides, output=None, **more):
+        base = [*TINY, *MODEL, f"data.path={pictures}", f"output_dir={folder / (output or name)}"]
+        return {"name": name, "script": script, "overrides": [*base, *overrides], **more}
+
+    tasks = []
+    for script, k in itertools.product(SCRIPTS, (1, 2, 4)):
+        accumulation = f"micro_batch_size={48 // nproc // k}"
+        tasks.append(task(f"{script}-{k}", script, "num_train_steps=20", accumulation, before="keep_first_gradients"))
+    for script in SCRIPTS:
+        tasks.append(task(f"first-{script}", script, "num_train_steps=1", "optimizer.weight_decay=50"))
+        tasks.append(task(f"init-{script}", script, "num_train_steps=1", "optimizer.lr=1e-30"))
+        tasks.append(task(f"compile-{script}", script, "num_train_steps=10", "compile=true"))
+        tasks.append(task(f"recompute-{script}", script, "num_train_steps=10", "activation_checkpointing=true"))
+    for order in (SCRIPTS, SCRIPTS[::-1], ("train_mfsdp", "train_mfsdp", "train_ddp"), ("train_fsdp2", "train_mfsdp")):
+        name = "chain-" + "-".join(script[6:] for script in order)
+        for script, stop in zip(order, (8, 14, 20) if len(order) == 3 else (8, 20), strict=True):
+            length = [f"num_train_steps={stop}", "lr_scheduler.num_training_steps=20"]
+            tasks.append(task(f"{name}-{stop}", script, *length, output=name))
+    for strategy in ZERO_STRATEGIES:
+        zero = ["num_train_steps=10", f"mfsdp.zero_dp_strategy={strategy}", f"micro_batch_size={24 // nproc}"]
+        tasks.append(task(f"zero-{strategy}", "train_mfsdp", *zero))
+    tasks.append(task("offload", "train_fsdp2", "num_train_steps=10", "fsdp2.cpu_offload=true"))
+    for script in SCRIPTS[:2]:
+        tasks.append(task(f"fp32-{script}", script, "num_train_steps=10", "precision=fp32"))
+    if nproc == 2:
+        for script in SCRIPTS[1:]:
+            tasks.append(task(f"hsdp-{script}", script, "num_train_steps=10", "distributed.dp_outer=2"))
+        hfsdp = ["distributed.dp_outer=2", "mfsdp.outer_dp_sharding_strategy=optim"]
+        tasks.append(task("hfsdp", "train_mfsdp", "num_train_steps=10", *hfsdp))
+    return tasks
+
+
+def column(folder, name, key):
+    steps = read_metrics(folder / name)
+    return [steps[step][key] for step in sorted(steps) if key in steps[step]]
+
+
+def weights(folder, name):
+    return load_file(folder / name / "checkpoints/final_model/model.safetensors")
+
+
+def test_loss_curves_agree(runs, nproc):
+    _, folder = runs(nproc)
+    want = column(folder, "train_ddp-1", "train/loss")
+    assert len(want) == 20
+    for script, k in itertools.product(SCRIPTS, (1, 2, 4)):
+        assert column(folder, f"{script}-{k}", "train/loss") == pytest.approx(want, abs=2e-2), (script, k)
+        assert column(folder, f"{script}-{k}", "train/grad_norm") == pytest.approx(
+            column(folder, "train_ddp-1", "train/grad_norm"), rel=5e-2
+        ), (script, k)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_gradients_equal_ddps(runs, nproc, script, k):
+    """X09: scale and direction of every tensor's gradient, over accumulation and a group of one rank."""
+    _, folder = runs(nproc)
+    got, want = (torch.load(folder / f"{name}/gradients.pt") for name in (f"{script}-{k}", "train_ddp-1"))
+    whole = torch.cat([w.flatten() for w in want]).norm()
+    for g, w in zip(got, want, strict=True):
+        assert g.isfinite().all()
+        if w.norm() > 1e-3 * whole:  # below it, a tensor's gradient is BF16 noise
+            assert (g.norm() / w.norm()).item() == pytest.approx(1, abs=2e-2)
+        assert (g - w).norm() < 2e-2 * w.norm() + 1e-3 * whole
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_first_update_is_adamws(runs, nproc, script):
+    """X08: neither too small nor decayed twice, decay on matrices only, the counter at 1."""
+    _, folder = runs(nproc)
+    start, got, want = (weights(folder, name) for name in ("init-train_ddp", f"first-{script}", "first-train_ddp"))
+    for name in want:
+        ratio = (got[name] - start[name]).norm() / (want[name] - start[name]).norm()
+        assert ratio.item() == pytest.approx(1, abs=1e-3), name
+    checkpoint = folder / f"first-{script}/checkpoints/step_00000001"
+    names = [n for n in dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata if n.endswith(".step")]
+    assert len(names) == len(want)
+    counters = {name: torch.zeros(()) for name in names}
+    dcp.load(counters, checkpoint_id=checkpoint, no_dist=True)
+    assert {value.item() for value in counters.values()} == {1.0}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_initial_weights_are_the_same_float32_tensors(runs, nproc, script):
+    """X01: under Megatron-FSDP too, whose main weights start as copies of BF16 ones."""
+    _, folder = runs(nproc)
+    want = weights(folder, "init-train_ddp")
+    assert any((w != w.bfloat16().float()).any() for w in want.values())
+    for name, got in weights(folder, f"init-{script}").items():
+        torch.testing.assert_close(got, want[name], rtol=0, atol=1e-25)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("option", ["compile", "recompute"])
+def test_compile_and_recompute_change_nothing(runs, nproc, script, option):
+    _, folder = runs(nproc)
+    eager = column(folder, f"{script}-1", "train/loss")
+    # Another schedule length: compare the warmup's losses, which it does not touch.
+    assert column(folder, f"{option}-{script}", "train/loss")[:3] == pytest.approx(eager[:3], abs=1e-2)
+    assert column(folder, f"{option}-{script}", "val/images") == [23]
+
+
+def test_every_strategy_resumes_every_other(runs, nproc):
+    """C16: losses go on as the straight run's, weights and optimizer state included."""
+    outcomes, folder = runs(nproc)
+    want = column(folder, "train_ddp-1", "train/loss")
+    chains = sorted({name.rsplit("-", 1)[0] for name in outcomes if name.startswith("chain-")})
+    assert len(chains) == 4
+    for chain in chains:
+        assert column(folder, chain, "train/loss") == pytest.approx(want, abs=2e-2), chain
+        assert json.loads((folder / chain / "status.json").read_text())["step"] == 20
+
+
+def test_mfsdp_resumes_itself_as_if_it_had_not_stopped(runs, nproc):
+    """C16: the part of a chain that is Megatron-FSDP alone, steps 9 to 14 after a resume at 8."""
+    _, folder = runs(nproc)
+    straight, chained = (column(folder, name, "train/loss") for name in ("train_mfsdp-1", "chain-mfsdp-mfsdp-ddp"))
+    assert chained[:14] == pytest.approx(straight[:14], abs=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ZERO_STRATEGIES)
+def test_every_zero_strategy_of_megatron_fsdp(runs, nproc, strategy):
+    """X09: with accumulation of 2."""
+    _, folder = runs(nproc)
+    want = column(folder, "zero-optim_grads_params", "train/loss")
+    assert column(folder, f"zero-{strategy}", "train/loss") == pytest.approx(want, abs=1e-2)
+    norms = column(folder, f"zero-{strategy}", "train/grad_norm")
+    assert norms == pytest.approx(column(folder, "zero-optim_grads_params", "train/grad_norm"), rel=3e-2)
+
+
+def test_fp32_means_float32(runs, nproc):
+    """DDP and FSDP2 without TF32: equal to 1e-5, which TF32 would miss by far."""
+    _, folder = runs(nproc)
+    for key in ("train/loss", "train/grad_norm"):
+        want = column(folder, "fp32-train_ddp", key)
+        assert column(folder, "fp32-train_fsdp2", key) == pytest.approx(want, abs=1e-5)
+
+
+def test_offload_to_host_memory(runs, nproc):
+    _, folder = runs(nproc)
+    want = column(folder, "zero-optim_grads_params", "train/loss")
+    assert column(folder, "offload", "train/loss") == pytest.approx(want, abs=2e-2)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("name", ["hsdp-train_fsdp2", "hsdp-train_mfsdp", "hfsdp"])
+def test_replicas_of_a_sharded_group(runs, name):
+    _, folder = runs(2)
+    want = column(folder, "zero-optim_grads_params", "train/loss")
+    assert column(folder, name, "train/loss") == pytest.approx(want, abs=2e-2)

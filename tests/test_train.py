@@ -1,0 +1,279 @@
+"""The three entrypoints' promises, on CPU with DDP and FSDP2: real processes, real files.
+
+One set of processes a world size runs all its tasks (see worker.py); the tests then look at what came out.
+"""
+
+import schema
+
+import functools
+import itertools
+import json
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from conftest import TINY, read_metrics, run_tasks
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+
+import imagenet_dataset
+from vit import VisionTransformer
+
+SCRIPTS = ("train_ddp", "train_fsdp2")
+WORLD_SIZES = (1, 2, 3)
+STEPS = 20
+
+
+def accumulation(k, nproc):
+    return f"micro_batch_size={24 // nproc // k}"
+
+
+@pytest.fixture(scope="module", params=WORLD_SIZES)
+def nproc(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def runs(pictures, tmp_path_factory):
+    """A function: world size -> (outcomes of all tasks, folder); each world size is started once."""
+
+    @functools.cache
+    def start(nproc):
+        folder = tmp_path_factory.mktemp(f"world_{nproc}")
+        return run_tasks(_tasks(nproc, pictures, folder), nproc=nproc, folder=folder), folder
+
+    return start
+
+
+def _tasks(nproc, pictures, folder):
+    def task(name, script, *overrides, output=None, **more):
+        base = [*TINY, f"data.path={pictures}", f"output_dir={folder / (output or name)}"]
+        return {"name": name, "script": script, "overrides": [*base, *overrides], **more}
+
+    regular = ["model.drop_path_rate=0.0"]
+    dropout = ["model.drop_path_rate=0.3", "model.pos_drop_rate=0.1", "model.proj_drop_rate=0.1"]
+    tasks = []
+    # The same run under every strategy, world size and accumulation.
+    for script, k in itertools.product(SCRIPTS, (1, 4)):
+        if k == 1 or 24 // nproc % k == 0:
+            long = [f"num_train_steps={STEPS}", "evaluation.every_n_steps=5", accumulation(k, nproc), *regular]
+            tasks.append(task(f"{script}-{k}", script, *long))
+    # Initial weights: one update too small to see.
+    for script in SCRIPTS:
+        frozen = ["num_train_steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
+        tasks.append(task(f"init-{script}", script, *frozen, before="poison_new_memory"))
+    # Six steps straight, and as three, a stop, three more: at step 3 in mid-epoch, at step 5 at the epoch's edge.
+    chains = {"same": SCRIPTS[:1] * 2, "other": SCRIPTS[1:] * 2, "mixed": ("train_ddp", "train_fsdp2", "train_ddp")}
+    for variant in (["data.num_workers=0"], ["data.num_workers=2", accumulation(2, nproc), *dropout])[
+        : 2 if nproc == 2 else 1
+    ]:
+        tag = variant[0][-1]
+        for script in SCRIPTS:
+            tasks.append(task(f"straight-{script}-{tag}", script, "num_train_steps=6", *variant))
+        for chain, scripts in chains.items():
+            stops = (3, 6) if len(scripts) == 2 else (3, 5, 6)
+            for script, stop in zip(scripts, stops, strict=True):
+                length = [f"num_train_steps={stop}", "lr_scheduler.num_training_steps=6", *variant]
+                tasks.append(task(f"{chain}-{tag}-{stop}", script, *length, output=f"{chain}-{tag}"))
+    if nproc == 1:
+        tasks.append(task("finished", "train_fsdp2", "num_train_steps=6", "data.num_workers=0", output="same-0"))
+        tasks.append(task("no-eval", "train_ddp", f"num_train_steps={STEPS}"))
+        tasks.append(task("clipped", "train_ddp", "num_train_steps=2", "max_grad_norm=0.1"))
+    if nproc == 2:
+        tasks.append(task("clip", "train_ddp", call="clip_with_absent_gradients"))
+        tasks.append(task("masks", "train_ddp", call="dropout_masks"))
+        tasks += [task(f"diverges-{s}", s, "optimizer.lr=1e30", "logger.frequency=4", may_fail=True) for s in SCRIPTS]
+        tasks.append(task("other-model", "train_ddp", "model.depth=3", output="same-0", may_fail=True))
+        tasks.append(task("afresh", "train_ddp", "checkpoint.resume_from_checkpoint=false", output="other-0"))
+        bf16 = ["precision=bf16", "num_train_steps=3"]
+        tasks += [task(f"bf16-{script}", script, *bf16) for script in SCRIPTS]
+        tasks.append(task("recompute", "train_fsdp2", "activation_checkpointing=true", "num_train_steps=6"))
+        tasks.append(task("hsdp", "train_fsdp2", "distributed.dp_outer=2", "num_train_steps=6"))
+        tasks.append(task("zero2", "train_fsdp2", "fsdp2.reshard_after_forward=false", "num_train_steps=6"))
+    return tasks
+
+
+def weights(folder, name):
+    return load_file(folder / name / "checkpoints/final_model/model.safetensors")
+
+
+def column(folder, name, key):
+    steps = read_metrics(folder / name)
+    return [steps[step][key] for step in sorted(steps) if key in steps[step]]
+
+
+def assert_close(a, b, atol):
+    assert a.keys() == b.keys()
+    for key in a:
+        torch.testing.assert_close(a[key], b[key], rtol=0, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.fixture(scope="module")
+def reference(pictures):
+    """The run of 20 steps by timm's model and torch's own AdamW, scheduler and clipping, in one process."""
+    cfg = schema.load_config("L0_sanity", [*TINY, f"data.path={pictures}", f"num_train_steps={STEPS}"])
+    ours = VisionTransformer(cfg.model)
+    ours.init_weights(cfg.seed)
+    model = timm.models.vision_transformer.VisionTransformer(
+        img_size=16,
+        patch_size=8,
+        embed_dim=24,
+        depth=2,
+        num_heads=3,
+        num_classes=6,
+        class_token=False,
+        global_pool="avg",
+    )
+    model.load_state_dict(ours.state_dict())
+    model.train()
+    decay = [p for p in model.parameters() if p.ndim in (2, 4)]
+    rest = [p for p in model.parameters() if p.ndim not in (2, 4)]
+    groups = [{"params": decay, "weight_decay": cfg.optimizer.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=cfg.optimizer.lr)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=1)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS - 2)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[1])
+    rows = {"train/loss": [], "train/grad_norm": [], "train/lr": []}
+    loader, _ = imagenet_dataset.build_loaders(cfg, rank=0, world_size=1, start_step=0)
+    for images, labels in loader:
+        images = (images / 255 - cfg.data.mean[0]) / cfg.data.std[0]
+        loss = F.cross_entropy(model(images), labels, label_smoothing=cfg.loss.label_smoothing)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+        rows["train/lr"].append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        rows["train/loss"].append(loss.item())
+        rows["train/grad_norm"].append(norm.item())
+    return rows, model.state_dict()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("k", [1, 4])
+def test_equals_timm_and_torch(runs, reference, nproc, script, k):
+    """X02, X03: losses, gradient norms, rates and weights, whatever the world size and the accumulation."""
+    if 24 // nproc % k:
+        pytest.skip("the batch does not divide")
+    _, folder = runs(nproc)
+    rows, final = reference
+    for key, expected in rows.items():
+        torch.testing.assert_close(column(folder, f"{script}-{k}", key), expected, rtol=0, atol=1e-5)
+    assert_close(weights(folder, f"{script}-{k}"), final, atol=1e-5)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_validation_counts_every_image_once(runs, nproc, script):
+    """D10: 23 images over 1, 2 and 3 ranks in batches of 24, 12 and 8."""
+    _, folder = runs(nproc)
+    assert column(folder, f"{script}-1", "val/images") == [23] * 4
+    for key in ("val/loss", "val/top1", "val/top5"):
+        alone = column(runs(1)[1], f"{script}-1", key)
+        torch.testing.assert_close(column(folder, f"{script}-1", key), alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_initial_weights_are_the_same_everywhere(runs, nproc, script):
+    """X01, M13: under every strategy and world size, with storage that starts as NaN."""
+    _, folder = runs(nproc)
+    cfg = schema.load_config("L0_sanity", TINY)
+    whole = VisionTransformer(cfg.model)
+    whole.init_weights(cfg.seed)
+    assert_close(weights(folder, f"init-{script}"), whole.state_dict(), atol=1e-25)
+
+
+@pytest.mark.parametrize("chain", ["same", "other", "mixed"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stops_and_resumes_leave_no_trace(runs, nproc, chain, workers):
+    """C03: 6 steps = 3 + 3 = 3 + 2 + 1, bit for bit; at 3 ranks over a change of strategy to 1e-6."""
+    if workers and nproc != 2:
+        pytest.skip("workers, dropout and accumulation are tried with two processes")
+    _, folder = runs(nproc)
+    script = {"same": "train_ddp", "other": "train_fsdp2", "mixed": "train_ddp"}[chain]
+    exact = nproc < 3 or chain != "mixed"
+    straight, chained = f"straight-{script}-{workers}", f"{chain}-{workers}"
+    assert_close(weights(folder, chained), weights(folder, straight), atol=0 if exact else 1e-6)
+    for key in ("train/loss", "train/grad_norm", "train/lr"):
+        got, want = column(folder, chained, key), column(folder, straight, key)
+        assert got == want if exact else got == pytest.approx(want, abs=1e-6)
+    assert sorted(read_metrics(folder / chained)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_finished_run_does_nothing(runs):
+    """C03."""
+    outcomes, folder = runs(1)
+    assert outcomes["finished"][0]["metrics"] == {}
+    assert sorted(read_metrics(folder / "same-0")) == [1, 2, 3, 4, 5, 6]
+    assert json.loads((folder / "same-0/status.json").read_text())["step"] == 6
+
+
+def test_evaluation_leaves_training_alone(runs):
+    """V02."""
+    _, folder = runs(1)
+    assert column(folder, "train_ddp-1", "train/loss") == column(folder, "no-eval", "train/loss")
+
+
+def test_clipping_bounds_the_update_and_logs_the_norm_before(runs, reference):
+    _, folder = runs(1)
+    norms = column(folder, "clipped", "train/grad_norm")
+    assert norms[0] == pytest.approx(reference[0]["train/grad_norm"][0], abs=1e-5)
+    assert norms[0] > 0.1
+
+
+def test_clipping_with_absent_gradients(runs):
+    """X02: a rank without gradients takes part; the norm is the true global one on every rank."""
+    for rank in runs(2)[0]["clip"]:
+        assert rank["metrics"]["norm"] == pytest.approx(rank["metrics"]["reference"], rel=1e-6)
+        assert rank["metrics"]["clipped"] == pytest.approx(0.1, rel=1e-5)
+
+
+def test_dropout_masks_differ_between_ranks_steps_and_microbatches(runs):
+    """D08, X01."""
+    outcomes, _ = runs(2)
+    masks = [tuple(mask) for rank in outcomes["masks"] for mask in rank["metrics"].values()]
+    assert len(set(masks)) == len(masks) == 6
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_non_finite_loss_stops_all_ranks_at_one_step(runs, script):
+    outcomes, folder = runs(2)
+    errors = {rank["error"] for rank in outcomes[f"diverges-{script}"]}
+    assert len(errors) == 1
+    assert "not finite at step 2:" in errors.pop()
+    assert json.loads((folder / f"diverges-{script}/status.json").read_text())["state"] == "failed"
+    assert not list((folder / f"diverges-{script}").glob("checkpoints/step_*"))
+
+
+def test_another_models_checkpoint_is_refused_by_name(runs):
+    outcomes, _ = runs(2)
+    for rank in outcomes["other-model"]:
+        assert "model.depth=2, not 3" in rank["error"]
+        assert "\n" not in rank["error"]
+
+
+def test_a_fresh_start_sets_the_earlier_run_aside(runs):
+    _, folder = runs(2)
+    checkpoints = folder / "other-0/checkpoints"
+    assert {p.name for p in checkpoints.glob("earlier_001/*")} >= {"step_00000006", "final_model"}
+    assert_close(weights(folder, "other-0"), weights(folder, "straight-train_ddp-0"), atol=0)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bf16_keeps_weights_and_moments_in_float32(runs, script):
+    """M12."""
+    _, folder = runs(2)
+    metadata = FileSystemReader(folder / f"bf16-{script}/checkpoints/step_00000003").read_metadata()
+    entries = metadata.state_dict_metadata
+    assert {key.split(".")[0] for key in entries} == {"model", "optim"}
+    assert {entry.properties.dtype for entry in entries.values()} == {torch.float32}
+    losses, exact = column(folder, f"bf16-{script}", "train/loss"), column(folder, f"{script}-1", "train/loss")[:3]
+    assert losses == pytest.approx(exact, abs=2e-2)
+    assert losses != exact
+
+
+@pytest.mark.parametrize("variant", ["recompute", "hsdp", "zero2"])
+def test_options_of_memory_change_no_number(runs, variant):
+    """Recomputation, replicas and resharding: the same six steps."""
+    _, folder = runs(2)
+    assert_close(weights(folder, variant), weights(folder, "straight-train_fsdp2-0"), atol=1e-6)

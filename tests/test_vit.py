@@ -1,0 +1,524 @@
+"""The model: timm's by names and numbers, its start, its size, its parameter groups, recomputation and BF16."""
+
+import schema
+
+import functools
+import itertools
+from dataclasses import fields
+
+import pytest
+import timm
+import torch
+from timm.models.vision_transformer import VisionTransformer as TimmViT
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import optim
+from vit import VisionTransformer, prepare_blocks
+
+SMALL = (
+    "img_size=32 patch_size=16 in_chans=3 embed_dim=48 depth=2 num_heads=3 num_classes=7 "
+    "global_pool=token class_token=true"
+)
+ALL_TOKENS = "global_pool=map reg_tokens=4 qk_norm=true init_values=0.1 pre_norm=true fc_norm=true"
+DROPOUT = "drop_rate=0.2 pos_drop_rate=0.2 proj_drop_rate=0.2 attn_drop_rate=0.2 drop_path_rate=0.5"
+POOLS = ("token", "avg", "map")
+# pool x class token x register tokens; the class token cannot be pooled where there is none
+TOKENS = [
+    f"global_pool={pool} class_token={class_token} reg_tokens={reg_tokens}"
+    for pool, class_token, reg_tokens in itertools.product(POOLS, ("true", "false"), (0, 4))
+    if (pool, class_token) != ("token", "false")
+]
+# Parameters with 1000 classes: Ti and S of DeiT (arXiv 2012.12877), B, L and H of arXiv 2010.11929, g and G of
+# 2106.04560; exact numbers as timm's model cards give them.
+PUBLISHED = {
+    "vit_tiny_patch16_224": 5_717_416,
+    "vit_small_patch16_224": 22_050_664,
+    "vit_base_patch16_224": 86_567_656,
+    "vit_large_patch16_224": 304_326_632,
+    "vit_huge_patch14_224": 632_045_800,
+    "vit_giant_patch14_224": 1_012_611_432,
+    "vit_gigantic_patch14_224": 1_844_440_680,
+}
+
+
+@functools.cache
+def load(*overrides):
+    return schema.load_config("L0_sanity", [*overrides, "output_dir=/tmp/unused"], script="train_ddp")
+
+
+def keys(text):
+    """Overrides of the model's section, given without its name; the later of two counts."""
+    return [f"model.{item}" for item in text.split()]
+
+
+def small(overrides=""):
+    """The config of a model that takes milliseconds."""
+    return load(*keys(f"{SMALL} {overrides}")).model
+
+
+def timm_twin(cfg, **more):
+    """timm's model with the same arguments; norm_eps is ours alone."""
+    return TimmViT(**{f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name != "norm_eps"}, **more)
+
+
+@torch.no_grad()
+def randomize(model, seed=0):
+    """Values at which every parameter matters: a gain of 1 or a token of 1e-6 would hide a mistake."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        p.normal_(generator=generator)
+        if p.ndim > 1:
+            p.mul_(0.5 if p.ndim == 3 else p[0].numel() ** -0.5)
+        else:
+            p.mul_(0.2).add_(0.0 if name.endswith("bias") else 1.0)
+
+
+def pair_with_timm(cfg, **more):
+    """Our model and timm's with the same random weights, copied by name."""
+    ours, theirs = VisionTransformer(cfg), timm_twin(cfg, **more)
+    randomize(theirs)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    return ours, theirs
+
+
+def images(cfg, batch=2, seed=1):
+    size = (batch, cfg.in_chans, *schema.pair(cfg.img_size))
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def outputs_and_gradients(model, x, seed=2):
+    """Logits, and the gradients of a random projection of them."""
+    torch.manual_seed(seed)
+    logits = model(x)
+    model.zero_grad()
+    logits.backward(torch.randn(logits.shape, generator=torch.Generator().manual_seed(3)))
+    return {"logits": logits.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_close(actual, expected, atol=1e-5):
+    """Absolutely: the gradient of the keys' bias is rounding noise."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def drawn(cfg, seed=0):
+    model = VisionTransformer(cfg)
+    model.init_weights(seed)
+    return model
+
+
+# --- timm's numbers
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *TOKENS,
+        "no_embed_class=true",
+        "no_embed_class=true reg_tokens=4 global_pool=avg",
+        "no_embed_class=true reg_tokens=4 global_pool=map class_token=false",
+        "fc_norm=true",
+        "fc_norm=false global_pool=avg",
+        "fc_norm=true global_pool=map",
+        "qk_norm=true",
+        "init_values=1e-5",
+        "pre_norm=true",
+        ALL_TOKENS,
+        "img_size=[32,64]",
+        "img_size=[42,28] patch_size=14 global_pool=avg reg_tokens=4 no_embed_class=true",
+        "img_size=28 patch_size=14 global_pool=map",
+        "img_size=[16,64] patch_size=[8,16]",
+        "in_chans=1 depth=1",
+        "act_layer=gelu_tanh global_pool=map",
+        "act_layer=quick_gelu",
+        "act_layer=relu",
+        "act_layer=silu global_pool=map",
+        "qkv_bias=false",
+        "proj_bias=false init_values=0.1",
+        "qkv_bias=false proj_bias=false qk_norm=true global_pool=map",
+        "mlp_ratio=2.6 global_pool=map",  # 124.8 hidden channels: timm cuts, not rounds
+    ],
+)
+def test_logits_and_gradients_are_timms(overrides):
+    cfg = small(overrides)
+    ours, theirs = pair_with_timm(cfg)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert_close(outputs_and_gradients(ours, images(cfg)), outputs_and_gradients(theirs, images(cfg)))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "drop_path_rate=0.5 depth=3",
+        "drop_rate=0.5",
+        "pos_drop_rate=0.5",
+        "patch_drop_rate=0.5 reg_tokens=4 global_pool=avg",
+        "patch_drop_rate=0.9 global_pool=map class_token=false",
+        "proj_drop_rate=0.5",
+        "attn_drop_rate=0.5 qk_norm=true",
+        f"{DROPOUT} {ALL_TOKENS} patch_drop_rate=0.25 depth=3",
+    ],
+)
+def test_random_numbers_of_training_are_timms(overrides):
+    cfg = small(overrides)
+    ours, theirs = pair_with_timm(cfg)
+    x = images(cfg, batch=8)
+    trained = outputs_and_gradients(ours, x)
+    assert_close(trained, outputs_and_gradients(theirs, x))
+    calm = ours.eval()(x)
+    assert (calm - trained["logits"]).abs().max() > 1e-3
+    torch.testing.assert_close(calm, theirs.eval()(x), atol=1e-5, rtol=0)
+
+
+def test_drop_path_takes_whole_images_more_with_depth():
+    cfg = small("depth=3 drop_path_rate=0.6")
+    model, kept, batch = VisionTransformer(cfg), {}, 400
+    randomize(model)
+
+    def record(name, module, args, output):
+        ratio = output / args[0]
+        assert (ratio.flatten(1).std(1) < 1e-5).all()  # all tokens and channels of an image share one factor
+        kept[name] = ratio[:, 0, 0]
+
+    for name, module in model.named_modules():
+        if "drop_path" in name:
+            module.register_forward_hook(functools.partial(record, name))
+    torch.manual_seed(0)
+    model(images(cfg, batch))
+    for block, rate in enumerate((0.0, 0.3, 0.6)):
+        for name in (f"blocks.{block}.drop_path1", f"blocks.{block}.drop_path2"):
+            survivors = kept[name] != 0
+            torch.testing.assert_close(kept[name][survivors], torch.full((int(survivors.sum()),), 1 / (1 - rate)))
+            assert abs(1 - survivors.float().mean() - rate) <= 5 * (rate * (1 - rate) / batch) ** 0.5
+    assert not torch.equal(kept["blocks.2.drop_path1"], kept["blocks.2.drop_path2"])
+    model.eval()(images(cfg, batch))
+    assert all((ratio == 1).all() for ratio in kept.values())
+
+
+@pytest.mark.parametrize("overrides", ["", "global_pool=avg", ALL_TOKENS])
+def test_norm_eps_reaches_every_norm(overrides):
+    text = f"{SMALL} {overrides} norm_eps=0.1"
+    cfg = load(*keys(text), "checkpoint.save_final_model=false").model  # timm could not read such an export
+    ours, theirs = pair_with_timm(cfg, norm_layer=functools.partial(nn.LayerNorm, eps=0.1))
+    actual = outputs_and_gradients(ours, images(cfg))
+    assert_close(actual, outputs_and_gradients(theirs, images(cfg)))
+    assert {m.eps for m in ours.modules() if isinstance(m, nn.LayerNorm)} == {0.1}
+    _, usual = pair_with_timm(cfg)
+    assert (usual(images(cfg)) - actual["logits"]).abs().max() > 1e-3
+
+
+def test_norm_eps_is_timms_unless_given():
+    model = VisionTransformer(small(ALL_TOKENS))
+    assert {m.eps for m in model.modules() if isinstance(m, nn.LayerNorm)} == {1e-6}
+
+
+# --- the start
+
+
+INIT = f"{ALL_TOKENS} embed_dim=192 mlp_ratio=2 init_values=0.01 num_classes=100"
+
+
+@pytest.fixture(scope="module")
+def starts():
+    """Name -> our values and timm's, each of 20 starts in one row."""
+    cfg = small(INIT)
+    torch.manual_seed(0)
+    sides = [[f(seed).state_dict() for seed in range(20)] for f in (lambda s: drawn(cfg, s), lambda _: timm_twin(cfg))]
+    return {name: [torch.stack([s[name] for s in side]).flatten(1) for side in sides] for name in sides[0][0]}
+
+
+def test_starts_are_distributed_as_timms(starts):
+    for name, (ours, theirs) in starts.items():
+        if theirs.min() == theirs.max():  # norms, biases, layer scale
+            assert torch.equal(ours, theirs), name
+            continue
+        n, std = ours.numel(), theirs.std()
+        assert abs(ours.mean() - theirs.mean()) <= 5 * std * (2 / n) ** 0.5, name
+        assert abs(ours.std() / std - 1) <= 5 * n**-0.5, name
+        # Kolmogorov and Smirnov's distance of two samples, at a probability of 1e-6
+        a, b = (side.flatten()[:100_000].sort().values for side in (ours, theirs))
+        at = torch.cat([a, b])
+        distance = (torch.searchsorted(a, at, right=True) - torch.searchsorted(b, at, right=True)).abs().max() / len(a)
+        assert distance <= 2.7 * (2 / len(a)) ** 0.5, name
+
+
+@pytest.mark.parametrize(
+    ("name", "std", "bound"),
+    [
+        ("pos_embed", 0.02, None),
+        ("cls_token", 1e-6, None),
+        ("reg_token", 1e-6, None),
+        ("patch_embed.proj.weight", (3 * 16 * 16 * 3) ** -0.5, (3 * 16 * 16) ** -0.5),  # uniform: bound / sqrt(3)
+        ("attn_pool.latent", 0.8796 * 192**-0.5, 2 * 192**-0.5),  # a normal cut at two deviations keeps 0.8796 of one
+        ("attn_pool.kv.weight", 0.02, None),
+        ("blocks.1.attn.qkv.weight", 0.02, None),
+        ("blocks.0.mlp.fc2.weight", 0.02, None),
+        ("head.weight", 0.02, None),
+    ],
+)
+def test_spread_of_a_start(starts, name, std, bound):
+    ours, _ = starts[name]
+    assert abs(ours.mean()) <= 5 * std * ours.numel() ** -0.5
+    assert abs(ours.std() / std - 1) <= 5 * (2 * ours.numel()) ** -0.5 + 1e-4
+    if bound is not None:
+        assert 0.99 * bound <= ours.abs().max() <= bound
+
+
+@pytest.mark.parametrize(
+    ("suffix", "value"),
+    [
+        ("norm1.weight", 1.0),
+        ("norm2.bias", 0.0),
+        ("q_norm.weight", 1.0),
+        ("norm_pre.weight", 1.0),
+        ("ls1.gamma", 0.01),
+        ("ls2.gamma", 0.01),
+        ("qkv.bias", 0.0),
+        ("fc1.bias", 0.0),
+        ("head.bias", 0.0),
+    ],
+)
+def test_constants_of_a_start(starts, suffix, value):
+    matches = [ours for name, (ours, _) in starts.items() if name.endswith(suffix)]
+    assert matches
+    assert all((ours == value).all() for ours in matches)
+
+
+def test_tensors_of_a_start_are_independent(starts):
+    random = {name: ours[:, :192] for name, (ours, _) in starts.items() if ours.min() != ours.max()}
+    assert {"blocks.0.mlp.fc1.weight", "blocks.1.mlp.fc1.weight", "cls_token", "attn_pool.latent"} <= random.keys()
+    # 20 starts of each tensor: any two that share their random numbers correlate
+    correlation = torch.corrcoef(torch.cat(list(random.values())))
+    assert (correlation - torch.eye(len(correlation))).abs().max() < 0.5
+
+
+def test_start_follows_from_the_seed_alone():
+    cfg = small(ALL_TOKENS)
+    torch.manual_seed(1)
+    model = drawn(cfg, seed=4)
+    model.init_weights(5)  # what was there before does not matter
+    torch.manual_seed(2)
+    again = drawn(cfg, seed=5).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
+    before = torch.get_rng_state()
+    model.init_weights(6)
+    assert torch.equal(torch.get_rng_state(), before)
+    random = [name for name, value in again.items() if value.min() != value.max()]
+    assert not any(torch.equal(model.state_dict()[name], again[name]) for name in random)
+
+
+@pytest.mark.parametrize("overrides", ["", "global_pool=avg class_token=false", INIT, "qkv_bias=false proj_bias=false"])
+def test_meta_build_starts_as_an_eager_one(overrides):
+    cfg = small(overrides)
+    with torch.device("meta"):
+        model = VisionTransformer(cfg)
+    assert all(t.is_meta for t in itertools.chain(model.parameters(), model.buffers()))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(torch.nan)
+    model.init_weights(3)
+    eager = drawn(cfg, seed=3)
+    for kind in ("named_parameters", "named_buffers"):
+        expected = dict(getattr(eager, kind)())
+        actual = dict(getattr(model, kind)())
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_every_module_resets_its_own_parameters():
+    with torch.device("meta"):
+        model = VisionTransformer(small(ALL_TOKENS))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(torch.nan)
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if own:
+            module.reset_parameters()
+        assert all(p.isfinite().all() for p in own), type(module)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert 0 < model.cls_token.std() < 1e-5
+    assert model.attn_pool.latent.std() > 0.05
+
+
+# --- size
+
+
+MODEL_CONFIGS = sorted(path.stem for path in (schema.PROJECT_DIR / "config/model").glob("*.yaml"))
+
+
+def count(build):
+    with torch.device("meta"):
+        return sum(p.numel() for p in build().parameters())
+
+
+@pytest.mark.parametrize("name", MODEL_CONFIGS)
+def test_parameter_count_is_the_published_one(name):
+    cfg = load(f"model={name}").model
+    found = count(lambda: VisionTransformer(cfg))
+    if name in PUBLISHED:
+        assert found == PUBLISHED[name] == count(lambda: timm.create_model(name, num_classes=1000))
+        return
+    assert found == count(lambda: timm_twin(cfg))
+    if "10b" in name:
+        assert found == pytest.approx(10.08e9, rel=1e-3)
+        d, hidden, patches = 5120, 4 * 5120, (224 // 14) ** 2
+        block = (3 * d * d + 3 * d) + (d * d + d) + (2 * d * hidden + hidden + d) + 4 * d
+        outside = (3 * 14 * 14 * d + d) + d + (patches + 1) * d + 2 * d + (1000 * d + 1000)
+        assert found == 32 * block + outside
+
+
+def test_every_published_size_has_a_config():
+    assert PUBLISHED.keys() <= set(MODEL_CONFIGS)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *(f"global_pool={pool}" for pool in POOLS),
+        "global_pool=avg class_token=false reg_tokens=16",
+        "global_pool=map img_size=[224,448] mlp_ratio=2.5 in_chans=1",
+        "patch_drop_rate=0.5 global_pool=avg",
+    ],
+)
+def test_flops_are_those_that_torch_counts(overrides):
+    cfg = load("model=vit_tiny_patch16_224", *keys(overrides)).model
+    with torch.device("meta"):  # where attention is spelled out: torch does not count the CPU's fused kernel
+        model, x = VisionTransformer(cfg), torch.empty(2, cfg.in_chans, *schema.pair(cfg.img_size))
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    assert model.flops_per_image() == pytest.approx(counter.get_total_flops() / 2, rel=0.01)
+
+
+# --- parameter groups and gradients
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("overrides", ["", ALL_TOKENS, "global_pool=avg class_token=false reg_tokens=4"])
+def test_matrices_decay_and_nothing_else(overrides, prefix):
+    model = VisionTransformer(small(overrides))
+    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+    holder = model
+    if prefix:  # as DDP and Megatron-FSDP name their parameters
+        holder = nn.Module()
+        holder.module = model
+    decay, rest = optim.param_groups(holder, model.no_weight_decay(), 0.1)
+    assert (decay["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+    grouped = [id(p) for group in (decay, rest) for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters())  # each once
+    assert {id(p) for p in decay["params"]} == matrices
+
+
+@pytest.mark.parametrize("extra", ["", "qk_norm=true init_values=0.1 pre_norm=true fc_norm=true no_embed_class=true"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_every_parameter_gets_a_gradient(tokens, extra):
+    cfg = small(f"{tokens} {extra}")
+    model = drawn(cfg)
+    nn.functional.cross_entropy(model(images(cfg)), torch.tensor([1, 2])).backward()
+    for name, p in model.named_parameters():
+        assert p.requires_grad
+        assert p.grad is not None, name
+        # adding a constant to all keys changes no attention weight
+        assert p.grad.abs().max() > 1e-12 or name.endswith("k_norm.bias"), name
+
+
+def test_weights_gradients_and_moments_are_float32():
+    """BF16 weights would not move at all: 1 - 1e-4 is 1 in BF16."""
+    cfg = load("optimizer.lr=1e-4", *keys(SMALL))
+    model = drawn(cfg.model)
+    optimizer = optim.build_optimizer(model, cfg, no_weight_decay=model.no_weight_decay())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(images(cfg.model)).float().logsumexp(-1).sum()
+    loss.backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    for _ in range(100):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {state[k].dtype for state in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")} == {torch.float32}
+    weight = model.blocks[0].norm1.weight
+    torch.testing.assert_close(weight, torch.full_like(weight, 0.99), atol=1e-5, rtol=0)
+
+
+# --- sizes of pictures
+
+
+@pytest.mark.parametrize(
+    ("overrides", "texts"),
+    [
+        ("img_size=100 patch_size=16", ["model.img_size=100", "model.patch_size=16", "96", "112"]),
+        ("img_size=[32,40] patch_size=16", ["model.img_size=(32, 40)", "model.patch_size=16"]),
+        ("img_size=32 patch_size=[16,12]", ["model.img_size=32", "model.patch_size=(16, 12)"]),
+        ("img_size=8 patch_size=16", ["model.img_size=8", "16"]),
+    ],
+)
+def test_size_that_patches_do_not_fill_is_refused(overrides, texts):
+    with pytest.raises(schema.ConfigError) as error:
+        load(*keys(overrides))
+    assert all(text in str(error.value) for text in texts)
+    assert "\n" not in str(error.value)
+
+
+def test_one_key_sets_the_size_of_model_and_pictures():
+    assert load(*keys("img_size=[32,64] patch_size=16")).data.image_size == (32, 64)
+    with pytest.raises(schema.ConfigError, match=r"data\.image_size=32"):
+        load("data.image_size=32", *keys("img_size=64 patch_size=16"))
+
+
+@pytest.mark.parametrize("size", [(32, 32), (64, 32), (32, 48), (32, 72)])
+def test_picture_of_another_size_is_refused(size):
+    model = drawn(small("img_size=[32,64]"))
+    with pytest.raises(AssertionError, match=r"Input (height|width)"):
+        model(torch.zeros(1, 3, *size))
+
+
+# --- recomputation, compilation, BF16
+
+
+@pytest.mark.parametrize("overrides", [ALL_TOKENS, f"{DROPOUT} {ALL_TOKENS} depth=3"])
+def test_recomputing_changes_no_number(overrides):
+    cfg = small(overrides)
+    plain, recomputed = VisionTransformer(cfg), VisionTransformer(cfg)
+    randomize(plain)
+    recomputed.load_state_dict(plain.state_dict())
+    prepare_blocks(recomputed, activation_checkpointing=True, compile=False)
+    assert [n for n, _ in recomputed.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    calls = []
+    for block in recomputed.shard_units():
+        block.attn.register_forward_hook(lambda *_: calls.append(1))
+    x = images(cfg, batch=8)
+    assert_close(outputs_and_gradients(recomputed, x), outputs_and_gradients(plain, x), atol=0)
+    assert len(calls) == 2 * cfg.depth
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("overrides", "activation_checkpointing"), [("", False), (ALL_TOKENS, True)])
+def test_compiling_changes_no_number(overrides, activation_checkpointing):
+    cfg = small(overrides)
+    plain, compiled = VisionTransformer(cfg), VisionTransformer(cfg)
+    randomize(plain)
+    compiled.load_state_dict(plain.state_dict())
+    prepare_blocks(compiled, activation_checkpointing=activation_checkpointing, compile=True)
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    assert_close(outputs_and_gradients(compiled, images(cfg)), outputs_and_gradients(plain, images(cfg)))
+
+
+@pytest.mark.parametrize(
+    "overrides", ["", "init_values=0.1", "init_values=0.1 reg_tokens=4 no_embed_class=true", DROPOUT]
+)
+def test_residual_stream_is_bf16_under_autocast(overrides):
+    cfg = small(overrides)
+    model = drawn(cfg)
+    dtypes = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
+        block.register_forward_hook(lambda _, args, output: dtypes.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(images(cfg))
+    assert dtypes == [torch.bfloat16] * 2 * cfg.depth

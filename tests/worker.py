@@ -1,0 +1,128 @@
+"""Run a list of training runs in one set of processes: starting a process costs ten times what a tiny run does.
+
+    torchrun --nproc-per-node N tests/worker.py TASKS.json RESULTS_FOLDER
+
+Each task is {"name", "script", "overrides"} and optionally "config_name", "call" (a function of this file to run in
+place of the script's main) and "before" (a function of this file to run first). Rank r writes <name>.<r>.json.
+"""
+
+import schema
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def poison_new_memory(cfg):
+    """Fill what `to_empty` hands out with NaN, so that a tensor that nobody initialised shows."""
+
+    def to_empty(self, *, device, recurse=True):
+        return self._apply(lambda t: torch.full_like(t, torch.nan, device=device), recurse=recurse)
+
+    torch.nn.Module.to_empty = to_empty
+
+
+def clip_with_absent_gradients(cfg):
+    """Gradient clipping where rank 1 has no gradients at all, against torch on the whole tensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import distributed
+    from optim import clip_grad_norm_
+
+    with distributed.dist_session(cfg) as session:
+        mesh = init_device_mesh("cpu", (session.world_size,))
+        torch.manual_seed(0)
+        whole = torch.randn(5, 3)
+        whole[3:] = 0  # what rank 1 would hold
+        parameter = torch.nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)]))
+        gradient = distribute_tensor(whole, mesh, [Shard(0)])
+        parameter.grad = gradient if session.rank == 0 else None
+        replicated = torch.nn.Parameter(torch.zeros(4))
+        replicated.grad = torch.full((4,), 2.0)
+        norm = clip_grad_norm_([parameter, replicated], 0.1)
+        reference = torch.cat([whole.flatten(), torch.full((4,), 2.0)]).norm()
+        clipped = gradient.full_tensor().square().sum() + replicated.grad.square().sum()
+        return {"norm": norm.item(), "reference": reference.item(), "clipped": clipped.sqrt().item()}
+
+
+def dropout_masks(cfg):
+    """The masks of this rank for two steps and two microbatches, before and after other draws."""
+    import distributed
+    from trainer import _seed_dropout
+
+    masks = {}
+    with distributed.dist_session(cfg) as session:
+        for step, microbatch in ((1, 0), (1, 1), (2, 0), (1, 0)):
+            _seed_dropout(cfg.seed, step, session.rank, microbatch)
+            mask = torch.nn.functional.dropout(torch.ones(64), 0.5).bool().int().tolist()
+            key = f"{step}.{microbatch}"
+            assert masks.setdefault(key, mask) == mask
+            torch.rand(step)
+    return masks
+
+
+def keep_first_gradients(cfg):
+    """Write every parameter's whole gradient of the first step, before clipping, to <output_dir>/gradients.pt."""
+    import trainer
+    from optim import clip_grad_norm_
+
+    def clip(parameters, max_norm):
+        trainer.clip_grad_norm_ = clip_grad_norm_
+        parameters = list(parameters)
+        whole = [gathered(p.grad, like=p) for p in parameters]
+        if dist.get_rank() == 0:
+            torch.save(whole, Path(cfg.output_dir) / "gradients.pt")
+        return clip_grad_norm_(parameters, max_norm)
+
+    trainer.clip_grad_norm_ = clip
+
+
+def gathered(tensor, *, like):
+    """The whole of a tensor that is cut over ranks as `like` is, evenly or not; None stands for an empty part."""
+    from distributed import to_local
+
+    if not isinstance(like, torch.distributed.tensor.DTensor):
+        return tensor.detach().float().cpu()
+    (chunk,) = like.__create_chunk_list__()
+    part = None if tensor is None else to_local(tensor).detach().float().cpu()
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (tuple(chunk.offsets), tuple(chunk.sizes), part))
+    whole = torch.full(like.shape, torch.nan)
+    for offsets, sizes, values in parts:
+        if values is not None:
+            whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] = values.view(sizes)
+    return whole
+
+
+def run(task):
+    os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
+    cfg = schema.load_config(task.get("config_name", "L0_sanity"), task["overrides"], script=task["script"])
+    if task.get("before"):
+        globals()[task["before"]](cfg)
+    if task.get("call"):
+        return globals()[task["call"]](cfg)
+    return importlib.import_module(task["script"]).main(cfg)
+
+
+def main():
+    tasks, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    for task in tasks:
+        outcome = {}
+        try:
+            outcome["metrics"] = run(task)
+        except Exception as error:
+            if not task.get("may_fail"):
+                raise
+            outcome["error"] = f"{type(error).__name__}: {error}"
+            dist.destroy_process_group()
+        (results / f"{task['name']}.{os.environ.get('RANK', 0)}.json").write_text(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    main()
