@@ -49,7 +49,7 @@ def main(cfg: Config) -> dict[str, float]:
             fully_shard(unit, **options)
         fully_shard(model, **options)
         model.to_empty(device="cpu" if cfg.fsdp2.cpu_offload else device)
-        model.init_weights(cfg.seed)
+        model.init_weights(cfg.seed, device)
 
         # Optimizer: after sharding, so that it holds this rank's shards only.
         optimizer = build_optimizer(model, cfg, no_weight_decay=model.no_weight_decay())

@@ -25,6 +25,7 @@ def main(cfg: Config) -> dict[str, float]:
     """One training run; returns the last value of every metric."""
     # Imported here: it warns about missing libraries even where this script only says that it needs CUDA.
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+    from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
 
     with dist_session(cfg) as session:
         # Mesh: ranks along dp_shard share one copy of the weights, ranks along dp_outer hold replicas of it. The
@@ -57,6 +58,7 @@ def main(cfg: Config) -> dict[str, float]:
                 main_params_dtype=torch.float32, main_grads_dtype=torch.float32
             ),
         )
+        preprocess_state_dict_for_uneven_dtensor(dict(module.named_parameters()))  # shards learn where they lie
         module.init_weights(cfg.seed)
         model.install_optimized_model_weights()  # main weights -> BF16 weights
 
@@ -73,6 +75,7 @@ def main(cfg: Config) -> dict[str, float]:
 
         # Restore, then train from there.
         state = checkpoint.TrainState(model, optimizer, after_load=model.install_optimized_model_weights)
+        preprocess_state_dict_for_uneven_dtensor(state.tensors(step=0))
         resumed = checkpoint.restore(state, cfg, session)
         loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image())

@@ -164,17 +164,18 @@ class VisionTransformer(nn.Module):
         return {name for name, _ in self.named_parameters() if name in tokens}
 
     @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
+    def init_weights(self, seed: int, device: torch.device | None = None) -> None:
         """Fill every parameter with timm's initial distribution, the same values under every strategy and world size.
 
-        Each tensor is drawn whole, on its own device, from a generator seeded by (seed, its name), one tensor at a
-        time; a sharded parameter keeps its part. CPU and GPU generators differ, so do CPU and GPU starts.
+        Each tensor is drawn whole, on `device` (its own if None), from a generator seeded by (seed, its name), one
+        tensor at a time; a sharded parameter keeps its part. CPU and GPU generators differ, so do CPU and GPU starts.
         """
         for module_name, module in self.named_modules():
             prefix = f"{module_name}." if module_name else ""
             for name, parameter in module.named_parameters(recurse=False):
-                generator = torch.Generator(parameter.device).manual_seed(_tensor_seed(seed, prefix + name))
-                whole = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+                generator = torch.Generator(device or parameter.device)
+                generator.manual_seed(_tensor_seed(seed, prefix + name))
+                whole = torch.empty(parameter.shape, dtype=torch.float32, device=generator.device)
                 _initialize(module, [(name, whole)], generator)
                 to_local(parameter).copy_(local_slice(whole, parameter))
 

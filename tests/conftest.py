@@ -64,7 +64,10 @@ def launch(command, *, nproc=None, timeout=240, cwd=ROOT, env=None):
     return subprocess.run(
         [*(torchrun if nproc else [sys.executable]), *map(str, command)],
         cwd=cwd,
-        env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)) | (env or {}),
+        env=dict(
+            os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        )
+        | (env or {}),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -76,11 +79,16 @@ def run_tasks(tasks, *, nproc, folder, timeout=300):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tasks.json").write_text(json.dumps(tasks))
     done = launch([ROOT / "tests/worker.py", folder / "tasks.json", folder], nproc=nproc, timeout=timeout)
+    (folder / "output.txt").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, done.stderr[-20000:].split("elastic/multiprocessing/api")[0]
-    return {
+    outcomes = {
         task["name"]: [json.loads((folder / f"{task['name']}.{rank}.json").read_text()) for rank in range(nproc)]
         for task in tasks
     }
+    for task in tasks:
+        errors = [rank["error"] for rank in outcomes[task["name"]] if "error" in rank]
+        assert task.get("may_fail") or not errors, f"{task['name']}: {errors}"
+    return outcomes
 
 
 def read_metrics(output_dir):

@@ -38,14 +38,20 @@ from optim import lr_at
 
 STEPS = 8  # 192 pictures of 60, or 64 of 20: more than three epochs
 ARCHIVE = ROOT / "data/fashion_mnist_demo.tar.gz"
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 PLAIN = ["data.crop_scale=[1,1]", "data.crop_ratio=[1,1]", "data.hflip=0"]  # of a square picture, all of it
 
 
 @functools.cache
+def _composed(*overrides):
+    base = [*TINY, f"num_train_steps={STEPS}", "data.num_workers=0", "data.path=unused"]
+    return schema.load_config("L0_sanity", [*base, *overrides], script="train_ddp")
+
+
 def config(path, *overrides):
     """L0_sanity on the pictures at `path`, 16 x 16 pixels, 24 a step unless overridden."""
-    base = [*TINY, f"num_train_steps={STEPS}", "data.num_workers=0", f"data.path={path}"]
-    return schema.load_config("L0_sanity", [*base, *overrides], script="train_ddp")
+    cfg = _composed(*overrides)
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path=str(path)))
 
 
 def stream(cfg, *, world_size=1, start_step=0, num_steps=None):
@@ -171,22 +177,19 @@ def test_every_epoch_has_every_image_once_in_an_order_of_its_own(coloured, batch
 
 
 def test_order_is_a_permutation_that_is_drawn_evenly(coloured):
-    cfg = config(coloured, "global_batch_size=20", "num_train_steps=3000")
+    cfg = config(coloured, "global_batch_size=20", "num_train_steps=1000")
     sampler = build_loaders(cfg, rank=0, world_size=1, start_step=0)[0].batch_sampler
     orders = torch.tensor([[index for _, index in batch] for batch in sampler])  # one epoch a step
     counts = torch.stack([orders[:, place].bincount(minlength=20) for place in range(20)])
-    # 400 cells of 3000 / 20 = 150 each; chi-square with 361 degrees of freedom: 361 +- 27
-    assert 361 - 6 * 27 < ((counts - 150) ** 2 / 150).sum() < 361 + 6 * 27
+    # 400 cells of 1000 / 20 = 50 each; chi-square with 361 degrees of freedom: 361 +- 27
+    assert 361 - 6 * 27 < ((counts - 50) ** 2 / 50).sum() < 361 + 6 * 27
 
 
 @pytest.mark.parametrize(
     ("world_size", "num_workers", "micro"),
     [
-        *((world_size, num_workers, None) for world_size in (1, 2, 3) for num_workers in (0, 1, 3)),
-        *((1, 0, micro) for micro in (1, 6, 24)),
-        *((2, 0, micro) for micro in (3, 4)),
-        *((3, 0, micro) for micro in (1, 4)),
-        (3, 3, 2),
+        *((1, 1, None), (1, 3, None), (2, 0, None), (2, 1, None), (2, 3, None), (3, 0, None), (3, 1, None)),
+        *((1, 0, 1), (1, 0, 6), (1, 0, 24), (2, 0, 3), (2, 0, 4), (3, 0, 1), (3, 0, 4), (3, 3, 2)),
     ],
 )
 def test_stream_does_not_depend_on_who_reads_it(pictures, straight, world_size, num_workers, micro):
@@ -262,7 +265,7 @@ def test_without_augmentation_a_picture_is_resized_and_flipped_as_pillow_does(re
     images, _ = stream(cfg, num_steps=1)
     picture = Image.open(repeated / "train/class_0/0.png")
     expected = np.asarray(picture.resize((16, 16), Image.Resampling[interpolation.upper()]))
-    expected = torch.tensor(expected[:, ::-1] if hflip else expected).permute(2, 0, 1)
+    expected = torch.tensor((expected[:, ::-1] if hflip else expected).copy()).permute(2, 0, 1)
     assert images.dtype == torch.uint8
     assert all(torch.equal(image, expected) for image in images)
 
@@ -275,13 +278,13 @@ def test_flips_and_crops_are_drawn_as_configured(tmp_path):
         Image.fromarray(ramp).save(tmp_path / split / "a/1.png")
 
     def spread_and_sign(*overrides):
-        sizes = ["global_batch_size=2", "num_train_steps=400"]
+        sizes = ["global_batch_size=2", "num_train_steps=150"]
         images, _ = stream(config(tmp_path, *sizes, *overrides))
         rows = images[:, 0, 0].float()
         return (rows[:, -1] - rows[:, 0]).abs() / 255, rows[:, -1] > rows[:, 0]
 
     _, bright_right = spread_and_sign(*PLAIN[:2], "data.hflip=0.5")
-    assert abs(bright_right.float().mean() - 0.5) < 6 * 0.5 / math.sqrt(800)
+    assert abs(bright_right.float().mean() - 0.5) < 6 * 0.5 / math.sqrt(300)
     width, bright_right = spread_and_sign("data.crop_scale=[0.25,0.25]", "data.crop_ratio=[1,1]", "data.hflip=0")
     assert bright_right.all()
     assert (width - 0.5).abs().max() < 0.06  # a quarter of the area is half of the width
@@ -310,14 +313,16 @@ def test_loading_leaves_the_global_generators_alone(pictures, split, num_workers
 # Validation
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
-    ("world_size", "batch_size"),
-    [(1, 1), (1, 3), (1, 5), (1, 11), (1, 24), (2, 1), (2, 3), (2, 7), (2, 16), (3, 1), (3, 2), (3, 5), (3, 16)],
+    ("world_size", "batch_size", "num_workers"),
+    [
+        *((1, size, 0) for size in (1, 3, 5, 11, 24)),
+        *((2, size, 0) for size in (1, 3, 7, 16)),
+        *((3, size, 0) for size in (1, 2, 5, 16)),
+        *((1, 3, 2), (2, 5, 1), (3, 1, 2)),
+    ],
 )
 def test_validation_has_every_image_once_in_the_folders_order(coloured, world_size, batch_size, num_workers):
-    if num_workers and batch_size not in (3, 5):
-        pytest.skip("workers: a few sizes are enough")
     batch = [f"global_batch_size={world_size * batch_size * 2}", f"micro_batch_size={batch_size}"]
     cfg = config(coloured, *batch, f"data.num_workers={num_workers}")
     reference = list(zip(*coloured_reference(coloured, "val"), strict=True))
@@ -386,7 +391,7 @@ def evaluate(model, cfg, *, rank=0, world_size=1):
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 1), (1, 7), (1, 23), (1, 64), (2, 5), (3, 7)])
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 1), (1, 7), (1, 23), (1, 64), (2, 5), (3, 3)])
 @pytest.mark.parametrize(("folder", "num_classes"), [("pictures", 6), ("pictures", 9), ("coloured", 3)])
 def test_scores_are_those_of_a_plain_loop_over_all_images(request, folder, num_classes, world_size, batch_size):
     path = request.getfixturevalue(folder)
@@ -551,16 +556,16 @@ def test_folder_that_cannot_be_used_is_refused_by_name(tmp_path, files, named):
     assert text.startswith(f"data.path={path}")
 
 
-@pytest.mark.parametrize("path", ["", ".", "/"])
+@pytest.mark.parametrize("path", ["", "/"])
 def test_path_without_a_name_is_refused_like_any_other(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    assert "train" in error_of(scan.__wrapped__, path, "train")
+    assert "train" in error_of(scan, path, "train")
 
 
 def test_data_in_the_working_folder_can_be_used(tmp_path, monkeypatch):
     make(tmp_path, ["train/a/0.png", "val/a/0.png"])
     monkeypatch.chdir(tmp_path)
-    assert [Path(file).name for file, _ in scan.__wrapped__(".", "train").samples] == ["0.png"]
+    assert [Path(file).name for file, _ in scan(".", "train").samples] == ["0.png"]
 
 
 def test_more_classes_than_the_model_has_are_refused(pictures):
@@ -589,9 +594,10 @@ def test_run_of_less_than_one_step_is_refused(pictures):
 # Pictures
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("damage", ["empty", "cut", "text"])
-@pytest.mark.parametrize("split", [0, 1], ids=["train", "val"])
+@pytest.mark.parametrize(
+    ("split", "damage", "num_workers"),
+    [*itertools.product((0, 1), ("empty", "cut", "text"), (0,)), (0, "cut", 1)],
+)
 def test_unreadable_picture_is_named(tmp_path, split, damage, num_workers):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     for name, i in itertools.product(("train", "val"), range(3)):
@@ -698,7 +704,7 @@ def test_rectangle_is_the_centre_of_the_picture_scaled_to_its_proportions(pictur
 
 def synthetic(*overrides):
     sizes = ["data.num_synthetic_train=300", "data.num_synthetic_val=23"]
-    return config("null", "data.source=synthetic", *sizes, *overrides)
+    return _composed("data.path=null", "data.source=synthetic", *sizes, *overrides)
 
 
 @pytest.mark.parametrize("model", [[], ["model.in_chans=1"], ["model.img_size=[24,16]"], ["model.num_classes=100"]])
@@ -739,7 +745,7 @@ def test_synthetic_data_smaller_than_a_batch_are_refused():
 
 def _scan_at_once(barrier, path, answer):
     """In a process of its own: wait for the others, then ask for the data."""
-    barrier.wait(timeout=120)
+    barrier.wait(timeout=300)
     counts = {
         split: dict(collections.Counter(Path(file).parent.name for file, _ in scan(path, split).samples))
         for split in ("train", "val")
@@ -752,10 +758,11 @@ def unpacked(tmp_path_factory):
     """The data set after four processes asked for it at once; what each saw; every name that was ever beside it."""
     folder, answers = tmp_path_factory.mktemp("bundled"), tmp_path_factory.mktemp("answers")
     shutil.copy(ARCHIVE, folder)
-    spawn = multiprocessing.get_context("spawn")
-    barrier = spawn.Barrier(4)
+    context = multiprocessing.get_context("forkserver")  # not spawn: torch is imported once, not four times
+    context.set_forkserver_preload(["torchvision.transforms.v2", "timm", "torch.distributed.checkpoint"])
+    barrier = context.Barrier(4)
     arguments = [(barrier, str(folder / "fashion_mnist_demo"), str(answers / f"{i}.json")) for i in range(4)]
-    processes = [spawn.Process(target=_scan_at_once, args=arguments_of_one) for arguments_of_one in arguments]
+    processes = [context.Process(target=_scan_at_once, args=each) for each in arguments]
     names = set()
     for process in processes:
         process.start()
@@ -768,7 +775,8 @@ def unpacked(tmp_path_factory):
 
 def test_bundled_data_have_ten_even_classes_for_each_process(unpacked):
     _, answers, _ = unpacked
-    names = sorted({Path(name).parent.name for name in tarfile.open(ARCHIVE).getnames() if name.endswith(".jpg")})
+    with tarfile.open(ARCHIVE) as tar:
+        names = sorted({Path(name).parent.name for name in tar.getnames() if name.endswith(".jpg")})
     assert len(names) == 10
     expected = {"train": dict.fromkeys(names, 400), "val": dict.fromkeys(names, 50)}
     assert answers == [expected] * 4
@@ -790,22 +798,43 @@ def test_bundled_data_are_unpacked_once_and_leave_nothing_beside_them(unpacked):
     assert len(names - kept) <= 1, names  # the one temporary folder of the one that unpacked
 
 
+@pytest.fixture(scope="module")
+def small_archive(tmp_path_factory):
+    """Bytes of an archive as the bundled one, of twenty pictures."""
+    folder = tmp_path_factory.mktemp("archive")
+    rng = np.random.default_rng(0)
+    for split, i in itertools.product(("train", "val"), range(10)):
+        (folder / f"small/{split}/a").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(folder / f"small/{split}/a/{i}.png")
+    with tarfile.open(folder / "small.tar.gz", "w:gz") as tar:
+        tar.add(folder / "small", "small")
+    return (folder / "small.tar.gz").read_bytes()
+
+
+def test_archive_beside_the_folder_is_unpacked(tmp_path, small_archive):
+    (tmp_path / "small.tar.gz").write_bytes(small_archive)
+    path = str(tmp_path / "small")
+    assert [len(scan(path, split).samples) for split in ("train", "val")] == [10, 10]
+    assert scan(path, "train").samples == ImageFolder(f"{path}/train").samples
+
+
 @pytest.mark.parametrize(
-    "damage", ["no archive", "empty", "cut", "cut at the end", "damaged", "one byte damaged", "another data set"]
+    "damage", ["no archive", "empty", "cut", "cut at the end", "zeros within", "one bit", "checksum", "another name"]
 )
-def test_broken_archive_is_refused_by_name_and_leaves_nothing(tmp_path, damage):
-    whole = ARCHIVE.read_bytes()
+def test_broken_archive_is_refused_by_name_and_leaves_nothing(tmp_path, small_archive, damage):
+    whole = small_archive
     middle = len(whole) // 2
     content = {
         "no archive": b"<html>not found</html>" * 100,
         "empty": b"",
         "cut": whole[:middle],
-        "cut at the end": whole[:-3000],
-        "damaged": whole[:middle] + bytes(64) + whole[middle + 64 :],
-        "one byte damaged": whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :],
-        "another data set": whole,
+        "cut at the end": whole[:-20],
+        "zeros within": whole[:middle] + bytes(64) + whole[middle + 64 :],
+        "one bit": whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :],
+        "checksum": whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:],
+        "another name": whole,
     }[damage]
-    name = "another_name" if damage == "another data set" else "fashion_mnist_demo"
+    name = "other" if damage == "another name" else "small"
     archive = tmp_path / f"{name}.tar.gz"
     archive.write_bytes(content)
     text = error_of(scan, str(tmp_path / name), "train")

@@ -50,9 +50,18 @@ def runs(pictures, tmp_path_factory):
     @functools.cache
     def start(nproc):
         folder = tmp_path_factory.mktemp(f"gpus_{nproc}")
-        return run_tasks(_tasks(nproc, pictures, folder), nproc=nproc, folder=folder, timeout=500), folder
+        try:
+            return run_tasks(_tasks(nproc, pictures, folder), nproc=nproc, folder=folder, timeout=400), folder
+        except Exception as error:  # kept, so that one failure does not start everything again for every test
+            return error
 
-    return start
+    def get(nproc):
+        result = start(nproc)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return get
 
 
 def _tasks(nproc, pictures, folder):

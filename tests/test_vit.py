@@ -30,7 +30,7 @@ TOKENS = [
     if (pool, class_token) != ("token", "false")
 ]
 # Parameters with 1000 classes: Ti and S of DeiT (arXiv 2012.12877), B, L and H of arXiv 2010.11929, g and G of
-# 2106.04560; exact numbers as timm's model cards give them.
+# 2106.04560, which round to millions; to the last digit as in timm.
 PUBLISHED = {
     "vit_tiny_patch16_224": 5_717_416,
     "vit_small_patch16_224": 22_050_664,
@@ -495,6 +495,24 @@ def test_recomputing_changes_no_number(overrides):
     x = images(cfg, batch=8)
     assert_close(outputs_and_gradients(recomputed, x), outputs_and_gradients(plain, x), atol=0)
     assert len(calls) == 2 * cfg.depth
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_compiling_reaches_every_block(monkeypatch, activation_checkpointing):
+    """torch compiles a function a few times and then goes on without a word, uncompiled: here from block 9 on."""
+    cfg, ran = small("depth=10"), []
+
+    def backend(graph, _):
+        return lambda *args: (ran.append(1), graph(*args))[1]
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch.compiler.reset()
+    model = drawn(cfg)
+    names = list(model.state_dict())
+    prepare_blocks(model, activation_checkpointing=activation_checkpointing, compile=True)
+    assert list(model.state_dict()) == names
+    model(images(cfg))
+    assert len(ran) == cfg.depth
 
 
 @pytest.mark.slow

@@ -1,0 +1,737 @@
+"""The config: what composes, what is refused and in which words, in this process and from a real command line."""
+
+import schema
+
+import ast
+import concurrent.futures
+import dataclasses
+import functools
+import importlib.metadata
+import math
+import re
+import shlex
+import sys
+import types
+from fractions import Fraction
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, launch
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from imagenet_dataset import num_train_steps
+
+CONFIG = ROOT / "config"
+PRIMARY = sorted(file.stem for file in CONFIG.glob("*.yaml") if file.stem != "defaults")
+MODELS = sorted(file.stem for file in (CONFIG / "model").glob("*.yaml"))
+SCRIPTS = ("train_ddp", "train_fsdp2", "train_mfsdp")
+
+
+@functools.cache
+def load(*overrides, name="L0_sanity"):
+    return schema.load_config(name, list(overrides), script="train_ddp")
+
+
+def error_of(function, *args, **kwargs):
+    """The text of the schema.ConfigError that the call raises: one line."""
+    with pytest.raises(schema.ConfigError) as caught:
+        function(*args, **kwargs)
+    assert len(str(caught.value).splitlines()) == 1, str(caught.value)
+    return str(caught.value)
+
+
+def sections(cls=schema.Config, prefix=""):
+    """Every dataclass of the config with the prefix of its keys."""
+    yield cls, prefix
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.type):
+            yield from sections(field.type, f"{prefix}{field.name}.")
+
+
+def schema_leaves():
+    return {
+        prefix + field.name
+        for cls, prefix in sections()
+        for field in dataclasses.fields(cls)
+        if not dataclasses.is_dataclass(field.type)
+    }
+
+
+def yaml_leaves(content, prefix=""):
+    """Dotted keys of a YAML file, without what Hydra reads itself."""
+    for key, value in content.items():
+        if prefix or key not in ("defaults", "hydra"):
+            if isinstance(value, dict) and value:
+                yield from yaml_leaves(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key
+
+
+def keys_of(file):
+    content = yaml.safe_load(file.read_text()) or {}
+    if file.parent == CONFIG:
+        return list(yaml_leaves(content))
+    return list(
+        yaml_leaves({key: value for key, value in content.items() if key != "defaults"}, f"{file.parent.name}.")
+    )
+
+
+# What there is
+
+
+@pytest.mark.parametrize("model", [None, *(name for name in MODELS if name.startswith("vit"))])
+@pytest.mark.parametrize("primary", PRIMARY)
+def test_every_primary_config_composes_with_every_model(primary, model):
+    overrides = ["data.path=/data/imagenet", *([f"model={model}"] if model else [])]
+    cfg = load(*overrides, name=primary)
+    assert isinstance(cfg, schema.Config)
+    assert cfg.data.path == "/data/imagenet"
+    if model:
+        content = yaml.safe_load((CONFIG / f"model/{model}.yaml").read_text())
+        content.pop("defaults", None)
+        assert {key: getattr(cfg.model, key) for key in content} == content
+
+
+@pytest.mark.parametrize(
+    ("data", "overrides"),
+    [("imagenet", ["data.path=/data"]), ("synthetic", []), ("fashion_mnist_demo", ["data.path=/data"])],
+)
+def test_every_data_group_composes(data, overrides):
+    cfg = load("model=vit_tiny_patch16_224", f"data={data}", *overrides)
+    assert cfg.data.image_size == cfg.model.img_size == 224
+
+
+def test_there_is_a_case_for_every_group_option():
+    assert {file.stem for file in (CONFIG / "data").glob("*.yaml")} == {"imagenet", "synthetic", "fashion_mnist_demo"}
+    assert {name for name in MODELS if not name.startswith("vit")} == {"micro"}  # L0_sanity's own
+
+
+@pytest.mark.parametrize("primary", PRIMARY)
+def test_primary_config_says_how_it_is_used(primary):
+    header = [line for line in (CONFIG / f"{primary}.yaml").read_text().splitlines() if line.startswith("#")]
+    for topic in ("command", "hardware", "time", "expected", "source"):
+        assert any(re.match(rf"#\s+{topic}\s+\S", line) for line in header), topic
+
+
+@pytest.mark.parametrize("file", sorted(CONFIG.rglob("*.yaml")), ids=lambda file: str(file.relative_to(CONFIG)))
+def test_every_yaml_key_is_in_the_schema(file):
+    keys = keys_of(file)
+    assert keys
+    assert set(keys) <= schema_leaves()
+
+
+def test_every_schema_key_has_its_value_in_one_base_file():
+    files = ("defaults.yaml", "model/vit_base_patch16_224.yaml", "data/imagenet.yaml")
+    keys = [key for file in files for key in keys_of(CONFIG / file)]
+    assert len(keys) == len(set(keys))
+    assert set(keys) == schema_leaves()
+
+
+def test_no_key_is_dead():
+    read = set()
+    for file in [file for file in ROOT.glob("*.py") if file.name != "schema.py"]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute):
+                read.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                read.add(node.value)
+    assert {key for key in schema_leaves() if key.split(".")[-1] not in read} == set()
+
+
+def test_schema_holds_no_values():
+    for cls, prefix in sections():
+        for field in dataclasses.fields(cls):
+            has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+            assert not has_default, prefix + field.name
+
+
+def test_known_keys_are_the_schemas():
+    section_names = {prefix[:-1] for _, prefix in sections() if prefix}
+    assert set(schema.known_keys()) == schema_leaves() | section_names
+
+
+def test_config_is_frozen_everywhere():
+    def freeze_test(section):
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(section, field.name, value)
+            if dataclasses.is_dataclass(value):
+                freeze_test(value)
+
+    freeze_test(load())
+
+
+def test_config_holds_plain_values_only():
+    def check(value, key):
+        if dataclasses.is_dataclass(value):
+            for field in dataclasses.fields(value):
+                check(getattr(value, field.name), f"{key}.{field.name}")
+        elif type(value) in (tuple, list):
+            for item in value:
+                check(item, key)
+        elif type(value) is dict:
+            for name, item in value.items():
+                assert type(name) is str, key
+                check(item, f"{key}.{name}")
+        else:
+            assert type(value) in (int, float, str, bool, types.NoneType), (key, type(value))
+
+    check(load("+wandb.init_args={project: p, tags: [a, b], nested: {x: 1}}", "model.img_size=[28,56]"), "config")
+
+
+def test_values_arrive_as_they_were_given():
+    cfg = load(
+        "optimizer.lr=1", "model.img_size=[28,56]", "+wandb.init_args={tags: [a, b]}", "data.mean=[0.5]", "seed=7"
+    )
+    assert cfg.optimizer.lr == 1.0
+    assert cfg.model.img_size == cfg.data.image_size == (28, 56)
+    assert cfg.wandb.init_args == {"tags": ["a", "b"]}
+    assert cfg.data.mean == (0.5,)
+    assert cfg.seed == 7
+    assert cfg.output_dir == "runs/L0_sanity-train_ddp"
+    assert cfg.checkpoint.ckpt_dir == "runs/L0_sanity-train_ddp/checkpoints"
+    assert load("output_dir=here").checkpoint.ckpt_dir == "here/checkpoints"
+
+
+# What is refused: overrides, what the message must contain
+
+REFUSED = {
+    # Typos, with the nearest key.
+    "section": ("optimzer.lr=1", "optimzer.lr", "did you mean optimizer.lr?"),
+    "leaf": ("optimizer.lrr=1", "optimizer.lrr", "did you mean optimizer.lr?"),
+    "model key": ("model.dpeth=3", "model.dpeth", "did you mean model.depth?"),
+    "top level": ("global_batchsize=8", "global_batchsize", "did you mean global_batch_size?"),
+    "added key": ("+model.num_head=3", "model.num_head=3", "did you mean model.num_heads?"),
+    "added section": ("+ema.decay=0.9", "ema", "no such key"),
+    "no neighbour": ("zzz=1", "zzz", "no such key"),
+    "deleted key": ("~model.depth", "model.depth", "missing", "command line"),
+    "group option": ("model=vit_smal", "model/vit_smal", "vit_small_patch16_224"),
+    "data option": ("data=cifar", "data/cifar", "synthetic"),
+    # Wrong types and values out of range.
+    "text for a number": ("optimizer.lr=fast", "optimizer.lr='fast'", "valid number"),
+    "negative lr": ("optimizer.lr=-1e-3", "optimizer.lr=-0.001", "greater than 0"),
+    "zero lr": ("optimizer.lr=0", "optimizer.lr=0", "greater than 0"),
+    "nan": ("optimizer.lr=nan", "optimizer.lr=nan", "finite"),
+    "inf": ("max_grad_norm=inf", "max_grad_norm=inf", "finite"),
+    "null": ("seed=null", "seed=", "valid integer"),
+    "fraction for an integer": ("seed=1.5", "seed=1.5", "valid integer"),
+    "float for an integer": ("num_train_steps=1e3", "num_train_steps=1000.0", "valid integer"),
+    "number as text": ("'model.depth=\"4\"'", "model.depth='4'", "valid integer"),
+    "bool for an integer": ("model.depth=true", "model.depth=True", "valid integer"),
+    "integer for a bool": ("compile=1", "compile=1", "valid boolean"),
+    "negative seed": ("seed=-1", "seed=-1", "greater than or equal to 0"),
+    "zero steps": ("num_train_steps=0", "num_train_steps=0", "greater than 0"),
+    "zero batch": ("global_batch_size=0", "global_batch_size=0", "greater than 0"),
+    "zero micro batch": ("micro_batch_size=0", "micro_batch_size=0", "greater than 0"),
+    "choice": ("precision=fp16", "precision='fp16'", "'bf16' or 'fp32'"),
+    "activation": ("model.act_layer=tanh", "model.act_layer='tanh'", "'gelu'"),
+    "channels": ("model.in_chans=4", "model.in_chans=4", "1 or 3"),
+    "rate of one": ("model.drop_rate=1.0", "model.drop_rate=1.0", "less than 1"),
+    "flip": ("data.hflip=1.5", "data.hflip=1.5", "less than or equal to 1"),
+    "crop_pct": ("data.crop_pct=0", "data.crop_pct=0", "greater than 0"),
+    "workers": ("data.num_workers=-1", "data.num_workers=-1", "greater than or equal to 0"),
+    "source": ("data.source=webdataset", "data.source='webdataset'", "'folder' or 'synthetic'"),
+    "beta of one": ("optimizer.betas=[0.9,1.0]", "optimizer.betas", "1.0", "less than 1"),
+    "one beta": ("optimizer.betas=[0.9]", "optimizer.betas", "0.9"),
+    "three betas": ("optimizer.betas=[0.9,0.95,0.999]", "optimizer.betas", "0.95", "at most 2"),
+    "one end of a range": ("data.crop_scale=[0.5]", "data.crop_scale", "0.5"),
+    "three sides": ("model.img_size=[28,28,28]", "model.img_size=[28, 28, 28]", "at most 2"),
+    "metric": ("evaluation.best_metric=val/acc", "evaluation.best_metric='val/acc'", "'val/top1'"),
+    "wandb mode": ("wandb.mode=on", "wandb.mode='on'", "'offline'"),
+    "scalar for a section": ("optimizer=adam", "optimizer='adam'"),
+    "tensor parallelism": ("distributed.tp=2", "distributed.tp=2", "should be 1"),
+    "dp_shard": ("distributed.dp_shard=0", "distributed.dp_shard=0", "greater than 0"),
+    # Contradictions.
+    "heads": ("model.num_heads=5", "model.num_heads=5", "model.embed_dim=96", "3"),
+    "image and patch": ("model.img_size=30", "model.img_size=30", "model.patch_size=4", "28 or 32"),
+    "one side and patch": ("model.img_size=[28,30]", "model.img_size=", "30", "model.patch_size=4"),
+    "patch": ("model.patch_size=5", "model.img_size=28", "model.patch_size=5", "25 or 30"),
+    "two image sizes": ("data.image_size=32", "data.image_size=32", "model.img_size=28", "set model.img_size only"),
+    "both lengths": ("num_epochs=3", "num_epochs=3", "num_train_steps=666", "exactly one", "null"),
+    "no length": ("num_train_steps=null", "num_train_steps=", "num_epochs=", "exactly one"),
+    "pool without its token": ("model.global_pool=token", "model.global_pool=token", "model.class_token=true"),
+    "means": ("data.mean=[0.1,0.2]", "data.mean=[0.1, 0.2]", "2 values", "model.in_chans=1", "one value"),
+    "deviations": ("data.std=[1,1,1]", "data.std=", "3 values", "model.in_chans=1"),
+    "no means": ("data.mean=[]", "data.mean=[]", "at least 1"),
+    "zero deviation": ("data.std=[0]", "data.std", "0", "greater than 0"),
+    "no path": ("data=imagenet data.mean=[0] data.std=[1]", "data.path", "missing", "data.path=..."),
+    "null path": ("data.path=null", "data.path=null", "train/ and val/"),
+    "min_lr": ("lr_scheduler.min_lr=1", "lr_scheduler.min_lr=1", "optimizer.lr=0.002", "lower"),
+    "min_lr of a constant": (
+        "lr_scheduler.name=constant lr_scheduler.min_lr=1e-5",
+        "lr_scheduler.min_lr=1e-05",
+        "lr_scheduler.name=constant",
+        "set 0",
+    ),
+    "norm_eps that cannot be exported": (
+        "model.norm_eps=1e-5",
+        "model.norm_eps=1e-05",
+        "1e-6",
+        "checkpoint.save_final_model=false",
+    ),
+    "synthetic without sizes": ("data.source=synthetic", "data.source=synthetic", "data.num_synthetic_train"),
+    "descending scale": ("data.crop_scale=[0.9,0.1]", "data.crop_scale=[0.9, 0.1]", "ascending"),
+    "scale above one": ("data.crop_scale=[0.5,2]", "data.crop_scale=[0.5, 2.0]", "0..1"),
+    "descending ratio": ("data.crop_ratio=[2,1]", "data.crop_ratio=[2.0, 1.0]", "ascending"),
+    "no width": ("model.mlp_ratio=0.001", "model.mlp_ratio=0.001", "larger"),
+    "outer sharding": (
+        "mfsdp.outer_dp_sharding_strategy=optim mfsdp.zero_dp_strategy=optim",
+        "mfsdp.outer_dp_sharding_strategy=optim",
+        "mfsdp.zero_dp_strategy=optim_grads_params",
+    ),
+    # Text that is no override.
+    "no equals sign": ("optimizer.lr", "optimizer.lr"),
+    "unknown interpolation": ("data.path=${nothing}", "data.path", "nothing"),
+    "unfinished value": ("data.mean=[0.5", "data.mean"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_mistake_is_one_line_with_key_value_and_fix(case):
+    overrides, *fragments = REFUSED[case]
+    text = error_of(load, *shlex.split(overrides))
+    for fragment in fragments:
+        assert fragment in text
+    assert "pydantic" not in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("overrides", ["optimizer.betas=[0.9]", "data.crop_scale=[0.5]", "data.crop_ratio=[1]"])
+def test_value_that_is_too_short_is_not_called_missing(overrides):
+    assert "missing" not in error_of(load, overrides)
+
+
+def test_primary_config_that_does_not_exist_is_named():
+    assert "vit_bas" in error_of(load, name="vit_bas")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [("model.img_size=30", "model.img_size"), ("model.patch_size=5", "model.img_size"),
+     ("model.img_size=2", "model.img_size"), ("model.num_heads=5", "model.num_heads"),
+     ("model.embed_dim=95", "model.num_heads")],
+)  # fmt: skip
+def test_every_value_that_a_message_proposes_works(override, key):
+    proposed = re.findall(r"\d+", error_of(load, override).split("use ")[-1])
+    assert proposed
+    for value in {proposed[0], proposed[len(proposed) // 2], proposed[-1]}:
+        assert getattr(load(override, f"{key}={value}").model, key.removeprefix("model.")) == int(value)
+
+
+@pytest.mark.parametrize("override", ["wandb.init_args.project=vit", "wandb.init_args={project: vit}"])
+def test_arguments_for_wandb_can_be_given_on_the_command_line(override):
+    assert load(override).wandb.init_args == {"project": "vit"}
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["checkpoint.save_final_model=false", "checkpoint.ckpt_dir=null"],
+)
+def test_other_norm_eps_is_allowed_where_nothing_is_exported(override):
+    assert load("model.norm_eps=1e-5", override).model.norm_eps == 1e-5
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["lr_scheduler.num_warmup_steps=100000", "lr_scheduler.min_lr=2e-3", "max_grad_norm=null", "data.hflip=1",
+     "data.crop_scale=[1,1]", "model.init_values=1e-5", "micro_batch_size=7", "data.mean=[-0.5]",
+     "evaluation.every_n_steps=null", "checkpoint.max_checkpoints=null", "lr_scheduler.num_training_steps=10"],
+)  # fmt: skip
+def test_unusual_values_are_allowed(override):
+    assert isinstance(load(override), schema.Config)
+
+
+# Batch arithmetic
+
+
+def batch_config(global_batch_size, micro_batch_size):
+    return dataclasses.replace(load(), global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
+
+
+@pytest.mark.parametrize(
+    ("global_batch_size", "micro_batch_size", "world_size", "expected"),
+    [
+        *((96, None, n, (96 // n, 1)) for n in (1, 2, 3, 4)),
+        (96, 96, 1, (96, 1)),
+        (96, 12, 1, (12, 8)),
+        (96, 12, 2, (12, 4)),
+        (96, 16, 3, (16, 2)),
+        (1024, 32, 8, (32, 4)),
+        (7, 1, 7, (1, 1)),
+        (1, None, 1, (1, 1)),
+    ],
+)
+def test_accumulation_follows_from_the_batch_sizes(global_batch_size, micro_batch_size, world_size, expected):
+    assert schema.micro_batch(batch_config(global_batch_size, micro_batch_size), world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("global_batch_size", "micro_batch_size", "world_size"),
+    [(96, 36, 1), (96, 36, 2), (97, None, 2), (96, None, 5), (96, 128, 1), (96, 96, 2), (5, None, 7), (100, 7, 3),
+     (1, 1, 2)],
+)  # fmt: skip
+def test_batch_that_does_not_divide_is_refused_with_the_arithmetic(global_batch_size, micro_batch_size, world_size):
+    cfg = batch_config(global_batch_size, micro_batch_size)
+    text = error_of(schema.micro_batch, cfg, world_size)
+    assert f"global_batch_size={global_batch_size}" in text
+    assert f"micro_batch_size={micro_batch_size or global_batch_size // world_size}" in text
+    assert f"{world_size} ranks" in text
+    proposed = int(re.search(r"use global_batch_size=(\d+)", text)[1])
+    micro, accumulation = schema.micro_batch(batch_config(proposed, micro_batch_size), world_size)
+    assert micro * accumulation * world_size == proposed
+
+
+@pytest.mark.parametrize("primary", PRIMARY)
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_primary_configs_divide_by_the_usual_numbers_of_ranks(primary, world_size):
+    cfg = load("data.path=/data", name=primary)
+    micro, accumulation = schema.micro_batch(cfg, world_size)
+    assert micro * accumulation * world_size == cfg.global_batch_size
+
+
+# What a script or a machine cannot honour
+
+
+@pytest.fixture(params=[False, True], ids=["without CUDA", "with CUDA"])
+def cuda(request, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param)
+    return request.param
+
+
+def axes(**sizes):
+    return [f"distributed.{key}={value}" for key, value in sizes.items()]
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("key", ["dp_shard", "dp_outer"])
+@pytest.mark.parametrize("value", [2, 4])
+def test_ddp_refuses_to_shard_and_names_the_key(key, value):
+    text = error_of(schema.check_script, load(*axes(**{key: value})), "train_ddp", value)
+    assert f"distributed.{key}={value}" in text
+    assert "null" in text
+    assert "train_fsdp2.py" in text
+
+
+@pytest.mark.parametrize("script", ["train_fsdp2", "train_mfsdp"])
+@pytest.mark.parametrize(
+    ("dp_outer", "dp_shard", "world_size"),
+    [(2, 2, 2), (2, 2, 8), (None, 3, 4), (None, 2, 4), (3, None, 4), (2, None, 1), (4, 4, 1), (None, 2, 1)],
+)
+def test_axes_that_are_not_the_world_are_refused(monkeypatch, script, dp_outer, dp_shard, world_size):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cfg = load(*axes(dp_outer=dp_outer or "null", dp_shard=dp_shard or "null"), "precision=bf16")
+    text = error_of(schema.check_script, cfg, script, world_size)
+    assert f"distributed.dp_outer={dp_outer}" in text
+    assert f"distributed.dp_shard={dp_shard}" in text
+    assert f"world size of {world_size}" in text
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("script", "sizes", "world_size"),
+    [
+        *((script, {}, n) for script in SCRIPTS[:2] for n in (1, 2, 7)),
+        ("train_fsdp2", {"dp_outer": 2}, 4),
+        ("train_fsdp2", {"dp_shard": 2, "dp_outer": 2}, 4),
+        ("train_fsdp2", {"dp_shard": 4}, 4),
+        ("train_fsdp2", {"dp_outer": 4}, 4),
+        ("train_ddp", {"tp": 1}, 4),
+        ("train_fsdp2", {"tp": 1, "dp_outer": 1}, 3),
+    ],
+)
+def test_axes_that_make_the_world_are_accepted(script, sizes, world_size):
+    schema.check_script(load(*axes(**sizes)), script, world_size)
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+def test_tensor_parallelism_is_refused(tp):
+    assert f"distributed.tp={tp}" in error_of(load, f"distributed.tp={tp}")
+
+
+def test_megatron_fsdp_needs_cuda(cuda):
+    cfg = load("precision=bf16")
+    if cuda:
+        schema.check_script(cfg, "train_mfsdp", 2)
+    else:
+        text = error_of(schema.check_script, cfg, "train_mfsdp", 2)
+        assert "train_mfsdp.py" in text
+        assert "CUDA" in text
+        assert "train_fsdp2.py" in text
+
+
+def test_megatron_fsdp_refuses_fp32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    text = error_of(schema.check_script, load("precision=fp32"), "train_mfsdp", 1)
+    assert "precision=fp32" in text
+    assert "train_fsdp2.py" in text
+
+
+@pytest.mark.parametrize(("dp_outer", "is_allowed"), [("null", False), (1, False), (2, True)])
+def test_megatron_fsdps_outer_sharding_needs_an_outer_axis(monkeypatch, dp_outer, is_allowed):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cfg = load("precision=bf16", "mfsdp.outer_dp_sharding_strategy=optim", f"distributed.dp_outer={dp_outer}")
+    if is_allowed:
+        schema.check_script(cfg, "train_mfsdp", 4)
+    else:
+        text = error_of(schema.check_script, cfg, "train_mfsdp", 4)
+        assert "mfsdp.outer_dp_sharding_strategy=optim" in text
+        assert "distributed.dp_outer" in text
+
+
+def test_cpu_offload_needs_cuda(cuda):
+    cfg = load("fsdp2.cpu_offload=true")
+    schema.check_script(cfg, "train_ddp", 2)  # which does not read that section
+    if cuda:
+        schema.check_script(cfg, "train_fsdp2", 2)
+    else:
+        text = error_of(schema.check_script, cfg, "train_fsdp2", 2)
+        assert "fsdp2.cpu_offload=true" in text
+        assert "CUDA" in text
+
+
+# The length of a run
+
+
+@pytest.mark.parametrize(
+    ("num_epochs", "images", "batch_size"),
+    [("1", 60, 24), ("2", 60, 24), ("3", 60, 24), ("0.5", 60, 24), ("2.5", 60, 24), ("300", 1281167, 1024),
+     ("90", 1281167, 4096), ("16", 4000, 96), ("1", 60, 60), ("10", 61, 60), ("4.1", 60, 2), ("0.1", 1281170, 10)],
+)  # fmt: skip
+def test_number_of_steps_is_the_epochs_rounded_down(num_epochs, images, batch_size):
+    cfg = load(
+        *("data.source=synthetic", "data.path=null", f"data.num_synthetic_train={images}", "data.num_synthetic_val=1"),
+        *("num_train_steps=null", f"num_epochs={num_epochs}", f"global_batch_size={batch_size}"),
+    )
+    assert num_train_steps(cfg) == math.floor(Fraction(num_epochs) * images / batch_size)
+
+
+def test_number_of_steps_is_as_given():
+    assert num_train_steps(load("num_train_steps=123")) == 123
+
+
+# Versions
+
+
+def exit_line(capsys, function, *args):
+    """The one line that the call prints before it exits with 2."""
+    with pytest.raises(SystemExit) as caught:
+        function(*args)
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith("error: ")
+    return err
+
+
+@pytest.fixture
+def lone_process(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+
+@pytest.mark.usefixtures("lone_process")
+@pytest.mark.parametrize(
+    "line", ["torch>=99.1,<100", "torch<2", "torch==1.0", "timm>=99  # the one with x", "pydantic<1"]
+)
+def test_package_of_another_version_is_one_line(capsys, tmp_path, line):
+    file = tmp_path / "requirements.txt"
+    file.write_text(f"# What runs.\n\nnumpy>=1\n{line}\n")
+    text = exit_line(capsys, schema.check_versions, file)
+    name = re.match(r"\w+", line)[0]
+    assert f"{name} {importlib.metadata.version(name)} is installed" in text
+    (needed,) = re.findall(r"pip install '(.*)'", text)
+    assert Requirement(needed) == Requirement(line.split("#")[0])
+
+
+@pytest.mark.usefixtures("lone_process")
+@pytest.mark.parametrize("missing", ["torch", "torchdata", "hydra-core", "megatron-fsdp"])
+def test_package_that_is_not_installed_is_one_line(capsys, monkeypatch, missing):
+    version = importlib.metadata.version
+
+    def without(name):
+        if name == missing:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    text = exit_line(capsys, schema.check_versions)
+    assert f"{missing} is not installed" in text
+    assert "pip install -r requirements.txt" in text
+
+
+@pytest.mark.usefixtures("lone_process")
+def test_python_that_is_too_old_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
+    assert "3.10" in exit_line(capsys, schema.check_versions)
+
+
+@pytest.mark.parametrize("suffix", ["", "+cu128", ".dev20260101"])
+def test_installed_versions_pass_in_any_build(monkeypatch, suffix):
+    version = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: Version(version(name)).public + (suffix if name == "torch" else "")
+    )
+    schema.check_versions()
+
+
+# The command line
+
+
+class Ran(Exception):
+    """The entrypoint's main was called."""
+
+
+@pytest.fixture
+def run_launch(monkeypatch, tmp_path, capsys):
+    """A function: arguments -> (exit code, standard error) of schema.launch in this process; None if main ran."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    for function in ("time.sleep", "signal.signal"):  # what a rank that stays silent does
+        monkeypatch.setattr(function, lambda *_: None)
+
+    def run(*arguments, main=None, script="train_ddp.py", rank=0, local_rank=0, world_size=1):
+        for key, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}.items():
+            monkeypatch.setenv(key, str(value))
+        monkeypatch.setattr("sys.argv", [str(ROOT / script), *arguments])
+
+        def ran(cfg):
+            raise Ran
+
+        with pytest.raises((SystemExit, Ran)) as caught:
+            schema.launch(main or ran)
+        out, err = capsys.readouterr()
+        assert out == ""
+        return getattr(caught.value, "code", None), err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (["optimzer.lr=1"], ["optimzer.lr", "optimizer.lr"]),
+        (["--config-name", "nope"], ["nope"]),
+        (["--config-name", "vit_base_patch16_224"], ["data.path", "missing"]),
+        (["seed=1,2"], ["seed"]),
+        (["data.path=nowhere"], ["data.path=nowhere", "nowhere/train"]),
+        (["micro_batch_size=7"], ["global_batch_size=96", "micro_batch_size=7"]),
+        (["distributed.dp_shard=1"], ["distributed.dp_shard=1"]),
+        (["num_epochs=1"], ["num_epochs=1", "num_train_steps"]),
+        (["--no-such-flag"], ["--no-such-flag"]),
+    ],
+)
+def test_mistake_on_the_command_line_is_one_line_and_exit_code_2(run_launch, tmp_path, arguments, fragments):
+    code, err = run_launch(*arguments)
+    assert code == 2
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("error: ")
+    for fragment in fragments:
+        assert fragment in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "rank", "local_rank", "speaks"),
+    [
+        ("optimzer.lr=1", 0, 0, True),
+        ("optimzer.lr=1", 1, 1, False),
+        ("optimzer.lr=1", 8, 0, False),  # a mistake in the command is the same on every node
+        ("data.path=nowhere", 0, 0, True),
+        ("data.path=nowhere", 1, 1, False),
+        ("data.path=nowhere", 8, 0, True),  # a missing folder may be one node's own
+    ],
+)
+def test_one_rank_speaks_and_all_exit(run_launch, argument, rank, local_rank, speaks):
+    code, err = run_launch(argument, rank=rank, local_rank=local_rank, world_size=16)
+    assert code == 2
+    assert len(err.splitlines()) == speaks
+
+
+def test_right_command_line_reaches_main(run_launch, pictures):
+    found = []
+
+    def main(cfg):
+        found.append(cfg)
+        raise Ran
+
+    overrides = [f"data.path={pictures}", "global_batch_size=24", "model.in_chans=3"]
+    assert run_launch(*overrides, main=main)[0] is None
+    expected = schema.load_config("L0_sanity", overrides, script="train_ddp")
+    assert found == [expected]
+
+
+@pytest.mark.parametrize(("kind", "code"), [(schema.ConfigError, 2), (FloatingPointError, 1)])
+def test_error_of_main_that_is_meant_for_the_user_is_one_line(run_launch, pictures, kind, code):
+    def main(cfg):
+        raise kind("what happened")
+
+    found = run_launch(f"data.path={pictures}", "global_batch_size=24", main=main)
+    assert found == (code, "error: what happened\n")
+
+
+# The command line, in real processes
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory):
+    """Name -> (finished process, its working folder); two at a time."""
+    commands = {
+        "typo": ("train_ddp.py", ["optimzer.lr=1"], 2),
+        "flag": ("train_fsdp2.py", ["--bogus-flag"], None),
+        "mfsdp": ("train_mfsdp.py", [], None),
+        "cfg": ("train_ddp.py", ["--cfg", "job"], None),
+        "multirun": ("train_ddp.py", ["--multirun", "seed=1,2"], None),
+    }
+
+    def start(name):
+        script, arguments, nproc = commands[name]
+        folder = tmp_path_factory.mktemp(name)
+        env = {"CUDA_VISIBLE_DEVICES": ""}
+        return launch([ROOT / script, *arguments], nproc=nproc, timeout=60, cwd=folder, env=env), folder
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return dict(zip(commands, pool.map(start, commands), strict=True))
+
+
+def test_two_ranks_say_a_mistake_once_and_before_they_meet(launches):
+    done, folder = launches["typo"]
+    assert done.returncode != 0
+    assert done.stdout == ""
+    errors = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert errors == ["error: unknown key optimzer.lr: did you mean optimizer.lr?"], done.stderr
+    assert f'File "{ROOT}' not in done.stderr  # no traceback of ours; torchrun prints one of its own
+    assert re.search(r"exitcode +: 2\b", done.stderr)
+    assert list(folder.iterdir()) == []  # a process group comes after the output folder
+
+
+@pytest.mark.parametrize(
+    ("name", "fragments"),
+    [
+        ("flag", ["--bogus-flag"]),
+        ("mfsdp", ["train_mfsdp.py needs a CUDA GPU", "train_fsdp2.py"]),
+        ("multirun", ["--multirun", "one command a run"]),
+    ],
+)
+def test_lone_process_says_a_mistake_in_one_line(launches, name, fragments):
+    done, folder = launches[name]
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("error: ")
+    for fragment in fragments:
+        assert fragment in done.stderr
+    assert list(folder.iterdir()) == []
+
+
+def test_config_can_be_printed(launches):
+    done, folder = launches["cfg"]
+    assert done.returncode == 0
+    assert done.stderr == ""
+    printed = yaml.safe_load(done.stdout)
+    assert set(yaml_leaves(printed)) == schema_leaves()
+    assert printed["optimizer"]["lr"] == load().optimizer.lr
+    assert list(folder.iterdir()) == []
