@@ -61,13 +61,11 @@ def tiny(pictures, tmp_path):
 def launch(command, *, nproc=None, timeout=240, cwd=ROOT, env=None):
     """Run an entrypoint as a user does, through torchrun if `nproc` is given; returns the finished process."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [*(torchrun if nproc else [sys.executable]), *map(str, command)],
         cwd=cwd,
-        env=dict(
-            os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        )
-        | (env or {}),
+        env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=paths) | (env or {}),
         capture_output=True,
         text=True,
         timeout=timeout,
