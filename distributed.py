@@ -76,7 +76,6 @@ def dist_session(cfg: Config) -> Iterator[Session]:
             store=_store(),
             rank=rank,
             world_size=world_size,
-            device_id=device if cuda else None,
             timeout=TIMEOUT,
         )
         if session.is_main:

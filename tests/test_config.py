@@ -581,7 +581,7 @@ def test_installed_versions_pass_in_any_build(monkeypatch, suffix):
 # The command line
 
 
-class Ran(Exception):
+class RanError(Exception):
     """The entrypoint's main was called."""
 
 
@@ -599,9 +599,9 @@ def run_launch(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr("sys.argv", [str(ROOT / script), *arguments])
 
         def ran(cfg):
-            raise Ran
+            raise RanError
 
-        with pytest.raises((SystemExit, Ran)) as caught:
+        with pytest.raises((SystemExit, RanError)) as caught:
             schema.launch(main or ran)
         out, err = capsys.readouterr()
         assert out == ""
@@ -651,19 +651,21 @@ def test_one_rank_speaks_and_all_exit(run_launch, argument, rank, local_rank, sp
     assert len(err.splitlines()) == speaks
 
 
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
 def test_right_command_line_reaches_main(run_launch, pictures):
     found = []
 
     def main(cfg):
         found.append(cfg)
-        raise Ran
+        raise RanError
 
-    overrides = [f"data.path={pictures}", "global_batch_size=24", "model.in_chans=3"]
+    overrides = [f"data.path={pictures}", "global_batch_size=24", "model.in_chans=3", "output_dir=out"]
     assert run_launch(*overrides, main=main)[0] is None
     expected = schema.load_config("L0_sanity", overrides, script="train_ddp")
     assert found == [expected]
 
 
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # of torch's `record`, under pytest's capture
 @pytest.mark.parametrize(("kind", "code"), [(schema.ConfigError, 2), (FloatingPointError, 1)])
 def test_error_of_main_that_is_meant_for_the_user_is_one_line(run_launch, pictures, kind, code):
     def main(cfg):
@@ -678,12 +680,12 @@ def test_error_of_main_that_is_meant_for_the_user_is_one_line(run_launch, pictur
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
-    """Name -> (finished process, its working folder); two at a time."""
+    """Name -> (finished process, its working folder): the two ranks first, then two lone processes at a time."""
     commands = {
         "typo": ("train_ddp.py", ["optimzer.lr=1"], 2),
         "flag": ("train_fsdp2.py", ["--bogus-flag"], None),
         "mfsdp": ("train_mfsdp.py", [], None),
-        "cfg": ("train_ddp.py", ["--cfg", "job"], None),
+        "cfg": ("train_fsdp2.py", ["--cfg", "job", "--resolve"], None),
         "multirun": ("train_ddp.py", ["--multirun", "seed=1,2"], None),
     }
 
@@ -691,10 +693,14 @@ def launches(tmp_path_factory):
         script, arguments, nproc = commands[name]
         folder = tmp_path_factory.mktemp(name)
         env = {"CUDA_VISIBLE_DEVICES": ""}
-        return launch([ROOT / script, *arguments], nproc=nproc, timeout=60, cwd=folder, env=env), folder
+        return launch(
+            [ROOT / script, *arguments], nproc=nproc, timeout=60 if nproc else 120, cwd=folder, env=env
+        ), folder
 
+    first, *others = commands
+    done = {first: start(first)}
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(zip(commands, pool.map(start, commands), strict=True))
+        return done | dict(zip(others, pool.map(start, others), strict=True))
 
 
 def test_two_ranks_say_a_mistake_once_and_before_they_meet(launches):
@@ -735,3 +741,9 @@ def test_config_can_be_printed(launches):
     assert set(yaml_leaves(printed)) == schema_leaves()
     assert printed["optimizer"]["lr"] == load().optimizer.lr
     assert list(folder.iterdir()) == []
+
+
+def test_output_folder_has_the_names_of_the_config_and_the_script(launches):
+    printed = yaml.safe_load(launches["cfg"][0].stdout)
+    assert printed["output_dir"] == "runs/L0_sanity-train_fsdp2"
+    assert printed["checkpoint"]["ckpt_dir"] == "runs/L0_sanity-train_fsdp2/checkpoints"

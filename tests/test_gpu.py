@@ -133,12 +133,16 @@ def test_gradients_equal_ddps(runs, nproc, script, k):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_first_update_is_adamws(runs, nproc, script):
-    """X08: neither too small nor decayed twice, decay on matrices only, the counter at 1."""
+    """X08: neither too small nor decayed twice, decay on matrices only, the counter at 1.
+
+    DDP's autocast keeps layer norms in FP32, FSDP2 and Megatron-FSDP compute them in BF16: the latter two agree closely.
+    """
     _, folder = runs(nproc)
-    start, got, want = (weights(folder, name) for name in ("init-train_ddp", f"first-{script}", "first-train_ddp"))
-    for name in want:
-        ratio = (got[name] - start[name]).norm() / (want[name] - start[name]).norm()
-        assert ratio.item() == pytest.approx(1, abs=1e-3), name
+    for reference, tolerance in (("train_ddp", 1e-2), ("train_fsdp2", 1e-3 if script == "train_mfsdp" else 1e-2)):
+        start, got, want = (weights(folder, name) for name in ("init-train_ddp", f"first-{script}", f"first-{reference}"))
+        for name in want:
+            ratio = (got[name] - start[name]).norm() / (want[name] - start[name]).norm()
+            assert ratio.item() == pytest.approx(1, abs=tolerance), (name, reference)
     checkpoint = folder / f"first-{script}/checkpoints/step_00000001"
     names = [n for n in dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata if n.endswith(".step")]
     assert len(names) == len(want)

@@ -234,7 +234,10 @@ def test_starts_are_distributed_as_timms(starts):
         if theirs.min() == theirs.max():  # norms, biases, layer scale
             assert torch.equal(ours, theirs), name
             continue
+        # One value in ten million of timm 1.0.31's trunc_normal_ is -2, a hundred deviations out; torch's own has none.
+        theirs = theirs[theirs.abs() < 1]
         n, std = ours.numel(), theirs.std()
+        assert ours.abs().max() < 7 * std, name
         assert abs(ours.mean() - theirs.mean()) <= 5 * std * (2 / n) ** 0.5, name
         assert abs(ours.std() / std - 1) <= 5 * n**-0.5, name
         # Kolmogorov and Smirnov's distance of two samples, at a probability of 1e-6
