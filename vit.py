@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 import torch
 from timm.layers import (
     AttentionPoolLatent,
-    DropPath,
     Mlp,
     PatchDropout,
     PatchEmbed,
@@ -35,6 +34,25 @@ class LayerScale(TimmLayerScale):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, N, D) -> (B, N, D)."""
         return x * self.gamma.to(x.dtype)
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: drops a residual branch for whole images, and scales what stays by 1 / (1 - drop_prob).
+
+    timm's layer draws with `bernoulli_`, for which torch.compile specialises a graph to each block's own rate until it
+    gives up at its recompile limit (torch 2.11 and 2.14); a comparison takes the rate as an input.
+    """
+
+    def __init__(self, drop_prob: float) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, ...) -> (B, ...)."""
+        if not self.training or self.drop_prob == 0:
+            return x
+        stays = torch.rand(len(x), *[1] * (x.ndim - 1), device=x.device) >= self.drop_prob
+        return x * (stays / (1 - self.drop_prob)).to(x.dtype)
 
 
 class AttentionPool(AttentionPoolLatent):
