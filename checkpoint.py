@@ -31,12 +31,13 @@ from torch import nn
 
 from distributed import Session, set_status, to_local, to_plain, write_json
 from imagenet_dataset import sizes
-from optim import plain_name
+from vit import timm_name
 
 logger = logging.getLogger(__name__)
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
 # Options of the model that change no weight and no logit in evaluation: a resumed run may change them.
-FREE_OPTIONS = {f"{where}drop_rate" for where in ("", "pos_", "patch_", "proj_", "attn_")} | {"drop_path_rate"}
+FREE_OPTIONS = {f"{where}drop_rate" for where in ("", "pos_", "patch_", "proj_", "attn_")}
+FREE_OPTIONS |= {"drop_path_rate", "transformer_engine"}
 
 
 class TrainState:
@@ -52,7 +53,7 @@ class TrainState:
             optimizer: with its state in being.
             after_load: called once the weights were written, for strategies that compute with copies of them.
         """
-        self.weights = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+        self.weights = {timm_name(name): parameter for name, parameter in model.named_parameters()}
         self.optimizer = optimizer
         self.after_load = after_load
 
@@ -246,6 +247,7 @@ def timm_config(cfg: Config) -> dict[str, Any]:
     """What timm's `local-dir:` loader reads: architecture, the arguments that differ, and the evaluation's settings."""
     model, data = to_plain(cfg)["model"], cfg.data
     del model["norm_eps"]  # timm's ViTs always use 1e-6; schema.py refuses to export another value
+    del model["transformer_engine"]
     height, width = pair(data.image_size)
     channels = cfg.model.in_chans
     classes = list(sizes(cfg)[2])

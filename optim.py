@@ -13,11 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from distributed import to_local
 from imagenet_dataset import num_train_steps
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers put before it (DDP and Megatron-FSDP): timm's name."""
-    return name.removeprefix("module.")
+from vit import timm_name
 
 
 def param_groups(model: nn.Module, no_weight_decay: set[str], weight_decay: float) -> list[dict]:
@@ -25,7 +21,7 @@ def param_groups(model: nn.Module, no_weight_decay: set[str], weight_decay: floa
 
     `no_weight_decay` names the tensors of two or more dimensions that are no matrices: tokens and positions.
     """
-    named = [(plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+    named = [(timm_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
     decay = [p for name, p in named if p.ndim >= 2 and name not in no_weight_decay]
     rest = [p for name, p in named if p.ndim < 2 or name in no_weight_decay]
     return [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]

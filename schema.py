@@ -129,6 +129,7 @@ class ModelConfig:
     drop_path_rate: Rate
     act_layer: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
     norm_eps: PositiveFloat
+    transformer_engine: bool
 
     def __post_init__(self) -> None:
         for side, patch in zip(pair(self.img_size), pair(self.patch_size), strict=True):
@@ -146,6 +147,11 @@ class ModelConfig:
             raise ConfigError("model.global_pool=token pools the class token: set model.class_token=true or pool avg")
         if int(self.embed_dim * self.mlp_ratio) < 1:
             raise ConfigError(f"model.mlp_ratio={self.mlp_ratio} leaves the MLP no width: use a larger one")
+        if self.transformer_engine and self.act_layer == "gelu":
+            raise ConfigError(
+                "model.act_layer=gelu with model.transformer_engine=true: TransformerEngine's GELU is the tanh form; "
+                "set model.act_layer=gelu_tanh"
+            )
 
 
 @section
@@ -326,6 +332,13 @@ class Config:
                 f"model.norm_eps={self.model.norm_eps} cannot be exported, timm's ViTs have 1e-6: "
                 "set checkpoint.save_final_model=false"
             )
+        if self.model.transformer_engine and self.compile:
+            raise ConfigError(
+                "compile=true with model.transformer_engine=true: torch.compile cannot see into TransformerEngine's "
+                "layers; set one of them to false"
+            )
+        if self.model.transformer_engine and self.precision != "bf16":
+            raise ConfigError(f"precision={self.precision} with model.transformer_engine=true: set precision=bf16")
         if self.lr_scheduler.min_lr > self.optimizer.lr:
             raise ConfigError(
                 f"lr_scheduler.min_lr={self.lr_scheduler.min_lr} is above optimizer.lr={self.optimizer.lr}: lower it"
@@ -361,6 +374,12 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
     """
     import torch  # here, not above: composing and checking a config needs no torch
 
+    import vit
+
+    if cfg.model.transformer_engine:
+        if not torch.cuda.is_available():
+            raise ConfigError("model.transformer_engine=true needs a CUDA GPU: set it to false here")
+        vit.transformer_engine()
     axes = cfg.distributed
     outer, shard = axes.dp_outer or 1, axes.dp_shard or world_size // (axes.dp_outer or 1)
     if script == "train_ddp" and (axes.dp_outer, axes.dp_shard) != (None, None):

@@ -5,11 +5,14 @@ without a key map, and logits and gradients equal timm's. Shapes in the comments
 and width, `N` tokens, `D` width.
 """
 
-from schema import ModelConfig, pair
+from schema import ConfigError, ModelConfig, pair
 
 import functools
+import hashlib
+import importlib
 import math
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import torch
 from timm.layers import (
@@ -103,6 +106,130 @@ class Block(nn.Module):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
+# TransformerEngine's fused layers hold a norm beside a linear layer, or a whole MLP: their names, and timm's.
+TE_NAMES = {
+    "attn.qkv.layer_norm_weight": "norm1.weight",
+    "attn.qkv.layer_norm_bias": "norm1.bias",
+    "mlp.layer_norm_weight": "norm2.weight",
+    "mlp.layer_norm_bias": "norm2.bias",
+    "mlp.fc1.layer_norm_weight": "norm2.weight",
+    "mlp.fc1.layer_norm_bias": "norm2.bias",
+    "mlp.fc1_weight": "mlp.fc1.weight",
+    "mlp.fc1_bias": "mlp.fc1.bias",
+    "mlp.fc2_weight": "mlp.fc2.weight",
+    "mlp.fc2_bias": "mlp.fc2.bias",
+}
+# TransformerEngine's names of activations. Its GELU is the tanh form; it has none of the erf form.
+TE_ACTIVATIONS = {"gelu_tanh": "gelu", "quick_gelu": "qgelu", "relu": "relu", "silu": "silu"}
+
+
+def timm_name(name: str) -> str:
+    """A parameter's name in timm's model, whatever wrapper and whatever block holds it."""
+    name = name.removeprefix("module.")  # DDP's and Megatron-FSDP's prefix
+    parts = name.split(".", 2)
+    if parts[0] == "blocks":
+        parts[2] = TE_NAMES.get(parts[2], parts[2])
+    return ".".join(parts)
+
+
+def transformer_engine() -> ModuleType:
+    """The package, imported where it is asked for.
+
+    Raises:
+        ConfigError: it is not installed, or its import fails; then with the first line of its own message.
+    """
+    try:
+        return importlib.import_module("transformer_engine.pytorch")
+    except ModuleNotFoundError as error:
+        if error.name and error.name.split(".")[0] == "transformer_engine":
+            raise ConfigError(
+                "model.transformer_engine=true, but TransformerEngine is not installed: "
+                "pip install --no-build-isolation -r requirements-gpu.txt"
+            ) from None
+        raise ConfigError(f"model.transformer_engine=true, but its import fails: {error}") from error
+    except (ImportError, OSError, RuntimeError) as error:  # a library of the wrong version: cuDNN, torch, CUDA
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"model.transformer_engine=true, but its import fails: {first_line}") from error
+
+
+class TEAttention(nn.Module):
+    """norm1 and timm's Attention on TransformerEngine's layers; rows of the QKV weight in timm's order, [q | k | v]."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        te = transformer_engine()
+        width, self.num_heads = cfg.embed_dim, cfg.num_heads
+        head_width = width // cfg.num_heads
+        device = torch.get_default_device()  # TransformerEngine's own default is "cuda", whatever torch's is
+        self.qkv = te.LayerNormLinear(width, 3 * width, eps=cfg.norm_eps, bias=cfg.qkv_bias, device=device)
+        self.q_norm, self.k_norm = (
+            nn.LayerNorm(head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity() for _ in range(2)
+        )
+        self.core = te.DotProductAttention(
+            cfg.num_heads,
+            head_width,
+            attention_dropout=cfg.attn_drop_rate,
+            qkv_format="bshd",
+            attn_mask_type="no_mask",
+        )
+        self.proj = te.Linear(width, width, bias=cfg.proj_bias, device=device)
+        self.proj_drop = nn.Dropout(cfg.proj_drop_rate)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, N, D) -> (B, N, D)."""
+        qkv = self.qkv(x).unflatten(-1, (3 * self.num_heads, -1))  # B N 3D -> B N 3H K
+        q, k, v = qkv.split(self.num_heads, dim=2)  # B N H K
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast norms in FP32
+        return self.proj_drop(self.proj(self.core(q, k, v)))
+
+
+class TEDropoutMlp(nn.Module):
+    """norm2 and timm's Mlp where there is dropout inside, for which TransformerEngine's fused MLP has no place."""
+
+    def __init__(self, cfg: ModelConfig, hidden: int) -> None:
+        super().__init__()
+        te, device = transformer_engine(), torch.get_default_device()
+        width = cfg.embed_dim
+        self.fc1 = te.LayerNormLinear(width, hidden, eps=cfg.norm_eps, bias=cfg.proj_bias, device=device)
+        self.act = get_act_layer(cfg.act_layer)()
+        self.drop = nn.Dropout(cfg.proj_drop_rate)
+        self.fc2 = te.Linear(hidden, width, bias=cfg.proj_bias, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, N, D) -> (B, N, D)."""
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+
+class TEBlock(nn.Module):
+    """`Block` on TransformerEngine's fused layers: the same function, the same options, other kernels."""
+
+    def __init__(self, cfg: ModelConfig, *, drop_path: float) -> None:
+        super().__init__()
+        hidden = int(cfg.embed_dim * cfg.mlp_ratio)
+        self.attn = TEAttention(cfg)
+        self.mlp = (
+            TEDropoutMlp(cfg, hidden)
+            if cfg.proj_drop_rate
+            else transformer_engine().LayerNormMLP(
+                cfg.embed_dim,
+                hidden,
+                eps=cfg.norm_eps,
+                bias=cfg.proj_bias,
+                activation=TE_ACTIVATIONS[cfg.act_layer],
+                device=torch.get_default_device(),
+            )
+        )
+        self.ls1, self.ls2 = (
+            nn.Identity() if cfg.init_values is None else LayerScale(cfg.embed_dim, cfg.init_values) for _ in range(2)
+        )
+        self.drop_path1, self.drop_path2 = DropPath(drop_path), DropPath(drop_path)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, N, D) -> (B, N, D)."""
+        x = x + self.drop_path1(self.ls1(self.attn(x)))
+        return x + self.drop_path2(self.ls2(self.mlp(x)))
+
+
 class VisionTransformer(nn.Module):
     """Images (B, C, Y, X), normalised floats, to logits (B, num_classes).
 
@@ -132,7 +259,8 @@ class VisionTransformer(nn.Module):
         )
         self.norm_pre = norm_layer(width) if cfg.pre_norm else nn.Identity()
         rates = calculate_drop_path_rates(cfg.drop_path_rate, cfg.depth)
-        self.blocks = nn.Sequential(*(Block(cfg, drop_path=rate) for rate in rates))
+        block = TEBlock if cfg.transformer_engine else Block
+        self.blocks = nn.Sequential(*(block(cfg, drop_path=rate) for rate in rates))
         self.norm = nn.Identity() if use_fc_norm else norm_layer(width)
         self.attn_pool = (
             AttentionPool(
@@ -192,7 +320,7 @@ class VisionTransformer(nn.Module):
             prefix = f"{module_name}." if module_name else ""
             for name, parameter in module.named_parameters(recurse=False):
                 generator = torch.Generator(device or parameter.device)
-                generator.manual_seed(_tensor_seed(seed, prefix + name))
+                generator.manual_seed(_tensor_seed(seed, timm_name(prefix + name)))
                 whole = torch.empty(parameter.shape, dtype=torch.float32, device=generator.device)
                 _initialize(module, [(name, whole)], generator)
                 to_local(parameter).copy_(local_slice(whole, parameter))
@@ -215,8 +343,6 @@ class VisionTransformer(nn.Module):
 
 
 def _tensor_seed(seed: int, name: str) -> int:
-    import hashlib
-
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1
 
 
@@ -229,12 +355,10 @@ def _initialize(
     Source: timm.models.vision_transformer.init_weights_vit_timm (its default mode) and the layers' own resets.
     """
     for name, tensor in tensors:
-        if isinstance(module, nn.LayerNorm):
-            tensor.fill_(1.0 if name == "weight" else 0.0)
+        if isinstance(module, nn.LayerNorm) or name.startswith("layer_norm_"):
+            tensor.fill_(1.0 if name.endswith("weight") else 0.0)
         elif isinstance(module, TimmLayerScale):
             tensor.fill_(module.init_values)
-        elif isinstance(module, nn.Linear):
-            tensor.zero_() if name == "bias" else nn.init.trunc_normal_(tensor, std=0.02, generator=generator)
         elif isinstance(module, nn.Conv2d):  # torch's default, which timm keeps: uniform within 1 / sqrt(fan in)
             bound = 1 / math.sqrt(module.in_channels * math.prod(module.kernel_size))
             nn.init.uniform_(tensor, -bound, bound, generator=generator)
@@ -245,6 +369,10 @@ def _initialize(
         elif name == "latent":
             std = tensor.shape[-1] ** -0.5
             nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)
+        elif name.endswith("bias"):  # of torch's linear layers and of TransformerEngine's
+            tensor.zero_()
+        elif name.endswith("weight"):
+            nn.init.trunc_normal_(tensor, std=0.02, generator=generator)
         else:
             raise AssertionError(f"no initialization rule for {type(module).__name__}.{name}")
 

@@ -89,6 +89,17 @@ def _tasks(nproc, pictures, folder):
     tasks.append(task("offload", "train_fsdp2", "num_train_steps=10", "fsdp2.cpu_offload=true"))
     for script in SCRIPTS[:2]:
         tasks.append(task(f"fp32-{script}", script, "num_train_steps=10", "precision=fp32"))
+    te = ["model.act_layer=gelu_tanh", "model.transformer_engine=true"]
+    tasks.append(task("plain-tanh", "train_ddp", "num_train_steps=20", te[0]))
+    for script in SCRIPTS:
+        tasks.append(task(f"te-{script}", script, "num_train_steps=20", *te, before="keep_first_gradients"))
+    # With, without and with TransformerEngine, and the reverse, each time under another strategy.
+    for order in (("train_ddp", "train_mfsdp", "train_fsdp2"), ("train_fsdp2", "train_ddp", "train_mfsdp")):
+        name = "te-chain-" + "-".join(script[6:] for script in order)
+        for i, (script, stop) in enumerate(zip(order, (8, 14, 20), strict=True)):
+            blocks = te if (i + (order[0] == "train_ddp")) % 2 else te[:1]
+            length = [f"num_train_steps={stop}", "lr_scheduler.num_training_steps=20"]
+            tasks.append(task(f"{name}-{stop}", script, *length, *blocks, output=name))
     if nproc == 2:
         for script in SCRIPTS[1:]:
             tasks.append(task(f"hsdp-{script}", script, "num_train_steps=10", "distributed.dp_outer=2"))
@@ -135,11 +146,12 @@ def test_gradients_equal_ddps(runs, nproc, script, k):
 def test_first_update_is_adamws(runs, nproc, script):
     """X08: neither too small nor decayed twice, decay on matrices only, the counter at 1.
 
-    DDP's autocast keeps layer norms in FP32, FSDP2 and Megatron-FSDP compute them in BF16: the latter two agree closely.
+    DDP's autocast keeps layer norms in FP32, the other two compute them in BF16 and so agree with each other closely.
     """
     _, folder = runs(nproc)
     for reference, tolerance in (("train_ddp", 1e-2), ("train_fsdp2", 1e-3 if script == "train_mfsdp" else 1e-2)):
-        start, got, want = (weights(folder, name) for name in ("init-train_ddp", f"first-{script}", f"first-{reference}"))
+        names = ("init-train_ddp", f"first-{script}", f"first-{reference}")
+        start, got, want = (weights(folder, name) for name in names)
         for name in want:
             ratio = (got[name] - start[name]).norm() / (want[name] - start[name]).norm()
             assert ratio.item() == pytest.approx(1, abs=tolerance), (name, reference)
@@ -187,6 +199,28 @@ def test_mfsdp_resumes_itself_as_if_it_had_not_stopped(runs, nproc):
     _, folder = runs(nproc)
     straight, chained = (column(folder, name, "train/loss") for name in ("train_mfsdp-1", "chain-mfsdp-mfsdp-ddp"))
     assert chained[:14] == pytest.approx(straight[:14], abs=1e-3)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_te_blocks_train_as_plain_ones_do(runs, nproc, script):
+    """From the same start, under every strategy: the losses, and a gradient for every tensor."""
+    _, folder = runs(nproc)
+    want = column(folder, "plain-tanh", "train/loss")
+    assert column(folder, f"te-{script}", "train/loss") == pytest.approx(want, abs=3e-2)
+    gradients = torch.load(folder / f"te-{script}/gradients.pt")
+    assert all(g.isfinite().all() and g.norm() > 0 for g in gradients)
+    start, final = weights(folder, "init-train_ddp"), weights(folder, f"te-{script}")
+    assert start.keys() == final.keys()
+
+
+def test_plain_and_te_blocks_resume_each_other(runs, nproc):
+    """Weights and optimizer state, over a change of strategy each time."""
+    outcomes, folder = runs(nproc)
+    want = column(folder, "plain-tanh", "train/loss")
+    chains = sorted({name.rsplit("-", 1)[0] for name in outcomes if name.startswith("te-chain-")})
+    assert len(chains) == 2
+    for chain in chains:
+        assert column(folder, chain, "train/loss") == pytest.approx(want, abs=3e-2), chain
 
 
 @pytest.mark.parametrize("strategy", ZERO_STRATEGIES)
