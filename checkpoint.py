@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import uuid
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,9 @@ def export(folder: Path, target: Path, cfg: Config) -> None:
         for key, entry in entries.items()
         if key.startswith("model.")
     }
-    dcp.load({"model": weights}, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process's work
+        dcp.load({"model": weights}, checkpoint_id=folder, no_dist=True)
 
     temporary = target.with_name(target.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -17,6 +17,7 @@ import functools
 import random
 import tarfile
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,7 +130,8 @@ def _unpacked(path: Path) -> Path:
     Raises:
         ConfigError: the archive cannot be unpacked there.
     """
-    archive = path.with_name(path.name + ".tar.gz")
+    path = path.absolute()
+    archive = path.parent / f"{path.name}.tar.gz"
     if path.exists() or not archive.is_file():
         return path
     try:
@@ -143,8 +145,9 @@ def _unpacked(path: Path) -> Path:
                     tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
                     tar.extractall(folder)
                 (Path(folder) / path.name).rename(path)
-    except (OSError, tarfile.TarError) as error:
-        raise ConfigError(f"data.path={path}: cannot unpack {archive} there: {error}") from error
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"data.path={path}: cannot unpack {archive} there: {reason}") from error
     return path
 
 
@@ -317,6 +320,7 @@ def build_loaders(cfg: Config, *, rank: int, world_size: int, start_step: int) -
         "num_workers": cfg.data.num_workers,
         "persistent_workers": cfg.data.num_workers > 0,
         "pin_memory": torch.cuda.is_available(),
+        "generator": torch.Generator(),  # a loader draws a seed for its workers: not from the run's own generator
     }
     return tuple(
         DataLoader(dataset, batch_sampler=sampler, **options)

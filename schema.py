@@ -136,7 +136,7 @@ class ModelConfig:
             if side % patch:
                 raise ConfigError(
                     f"model.img_size={self.img_size} is not a multiple of model.patch_size={self.patch_size}: "
-                    f"use {side // patch * patch or patch} or {(side // patch + 1) * patch}"
+                    f"instead of {side} use {side // patch * patch or patch} or {(side // patch + 1) * patch}"
                 )
         if self.embed_dim % self.num_heads:
             raise ConfigError(

@@ -282,7 +282,8 @@ class VisionTransformer(nn.Module):
         x = x.to(self.patch_embed.proj.weight.dtype)  # BF16 where a strategy keeps BF16 copies instead of autocast
         x = self.patch_embed(x)  # B C Y X -> B N D
         x = self.patch_drop(self.pos_drop(self._add_tokens(x)))
-        x = self.norm(self.blocks(self.norm_pre(x)))
+        x = self.norm_pre(x).to(x.dtype)  # autocast norms in FP32, and an FP32 stream would stay one
+        x = self.norm(self.blocks(x))
         return self.head(self.head_drop(self.fc_norm(self._pool(x))))  # B N D -> B num_classes
 
     def _add_tokens(self, x: torch.Tensor) -> torch.Tensor:
