@@ -824,7 +824,7 @@ def small_archive(tmp_path_factory):
         Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(folder / f"small/{split}/a/{i}.png")
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as tar:
-        tar.add(folder / "small", "small", filter=lambda member: member.replace(mtime=0))
+        tar.add(folder / "small", "small", filter=lambda member: member.replace(mtime=0, deep=False))
     return gzip.compress(content.getvalue(), mtime=0)
 
 
