@@ -14,12 +14,15 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import gzip
+import math
 import random
 import tarfile
 import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +75,8 @@ def num_train_steps(cfg: Config) -> int:
     """Optimizer updates of the run: as given, or floor(epochs x images / global batch)."""
     if cfg.num_train_steps is not None:
         return cfg.num_train_steps
-    return int(cfg.num_epochs * sizes(cfg)[0] / cfg.global_batch_size)
+    # The number as it was typed: 4.1 x 60 / 2 is 123, in floats a little less.
+    return math.floor(Fraction(str(cfg.num_epochs)) * sizes(cfg)[0] / cfg.global_batch_size)
 
 
 def sizes(cfg: Config) -> tuple[int, int, tuple[str, ...]]:
@@ -140,10 +144,12 @@ def _unpacked(path: Path) -> Path:
             if path.exists():
                 return path
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-                with tarfile.open(archive) as tar:
+                with gzip.open(archive) as content, tarfile.open(fileobj=content, mode="r:") as tar:
                     # The safe filter where this Python has it (3.10.12, 3.11.4 and later).
                     tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
                     tar.extractall(folder)
+                    while content.read(2**20):  # to the end, where the checksum is
+                        pass
                 (Path(folder) / path.name).rename(path)
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__

@@ -95,14 +95,8 @@ class MetricLogger:
         if cfg.wandb.mode != "disabled":
             import wandb  # only where it is asked for
 
-            self.wandb = wandb.init(
-                mode=cfg.wandb.mode,
-                id=run_id,
-                resume="allow",
-                dir=str(session.output_dir),
-                config=to_plain(cfg),
-                **cfg.wandb.init_args,
-            )
+            ours = {"mode": cfg.wandb.mode, "id": run_id, "resume": "allow", "dir": str(session.output_dir)}
+            self.wandb = wandb.init(config=to_plain(cfg), **ours | cfg.wandb.init_args)
 
     def write(self, step: int, values: dict[str, float | None]) -> None:
         """One line of metrics.jsonl, one on the console, one point in wandb."""

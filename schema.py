@@ -68,8 +68,7 @@ check_versions()
 
 import hydra  # noqa: E402  (after the check of its version)
 from hydra.core.hydra_config import HydraConfig  # noqa: E402
-from hydra.errors import HydraException  # noqa: E402
-from hydra.types import RunMode  # noqa: E402
+from hydra.errors import HydraException, OverrideParseException  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 from pydantic import (  # noqa: E402
@@ -355,13 +354,13 @@ def micro_batch(cfg: Config, world_size: int) -> tuple[int, int]:
     Raises:
         ConfigError: the global batch is not micro batch x ranks x a whole number.
     """
-    micro = cfg.micro_batch_size or cfg.global_batch_size // world_size
-    accumulation, rest = divmod(cfg.global_batch_size, max(micro * world_size, 1))
+    micro = cfg.micro_batch_size or max(cfg.global_batch_size // world_size, 1)
+    accumulation, rest = divmod(cfg.global_batch_size, micro * world_size)
     if rest or not accumulation:
-        lower = max(cfg.global_batch_size // (micro * world_size), 1) * micro * world_size if micro else world_size
+        nearest = max(accumulation, 1) * micro * world_size
         raise ConfigError(
             f"global_batch_size={cfg.global_batch_size} is not micro_batch_size={micro} x {world_size} ranks "
-            f"x a whole number of accumulation steps: use global_batch_size={lower}, or another micro_batch_size"
+            f"x a whole number of accumulation steps: use global_batch_size={nearest}, or another micro_batch_size"
         )
     return micro, accumulation
 
@@ -428,10 +427,14 @@ def _one_line(error: Exception) -> str:
         if first["type"] == "unexpected_keyword_argument":
             key = ".".join(str(part) for part in first["loc"])
             return f"unknown key {key}={first['input']!r}{_did_you_mean(key)}"
+        if first["type"] == "missing" and key != ".".join(str(part) for part in first["loc"]):
+            return f"{key}={first['input']!r}: too few values"
         if first["type"] == "missing":
             return f"{key} is missing: give it a value in the YAML or on the command line"
         wanted = " or ".join(dict.fromkeys(e["msg"][0].lower() + e["msg"][1:] for e in same_key))
         return f"{key}={first['input']!r}: {wanted}"
+    if isinstance(error, OverrideParseException):
+        return f"cannot read {error.override!r} on the command line: {str(error).splitlines()[0]}"
     text = " ".join(line.strip() for line in str(error).split("Config search path")[0].splitlines() if line.strip())
     if match := re.search(r"Missing mandatory value: .*full_key: (\S+)", text):
         return f"{match[1]} is missing: give it on the command line, {match[1]}=..."
@@ -461,7 +464,7 @@ def load_config(config_name: str = "L0_sanity", overrides: list[str] | None = No
     """
     try:
         with hydra.initialize_config_dir(str(PROJECT_DIR / "config"), version_base="1.3", job_name=script):
-            raw = hydra.compose(config_name, overrides or [], return_hydra_config=True)
+            raw = hydra.compose(config_name, [*(overrides or []), f"hydra.job.name={script}"], return_hydra_config=True)
         HydraConfig.instance().set_config(raw)
         OmegaConf.set_struct(raw, False)
         raw.pop("hydra")
@@ -470,7 +473,7 @@ def load_config(config_name: str = "L0_sanity", overrides: list[str] | None = No
         raise ConfigError(_one_line(error)) from error
 
 
-def _compose_from_command_line() -> Config:
+def _compose_from_command_line(script: str) -> Config:
     """Run hydra.main for its command line (--config-name, --cfg, --help, overrides), and only for that.
 
     Training runs outside Hydra, which would otherwise catch its exceptions and set up logging of its own.
@@ -480,14 +483,15 @@ def _compose_from_command_line() -> Config:
     """
     composed: list[Any] = []
 
+    if {"-m", "--multirun"} & set(sys.argv[1:]):
+        raise ConfigError("--multirun would train run after run under one torchrun: start one command a run")
+
     @hydra.main(version_base="1.3", config_path=str(PROJECT_DIR / "config"), config_name="L0_sanity")
     def keep(raw: Any) -> None:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise ConfigError("--multirun would train run after run under one torchrun: start one command a run")
         composed.append(_to_config(raw))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing several lines and exiting
-    sys.argv[1:] += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+    sys.argv[1:] += ["hydra/job_logging=none", "hydra/hydra_logging=none", f"hydra.job.name={script}"]
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -512,7 +516,7 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
     script = Path(sys.argv[0]).stem
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        cfg = _compose_from_command_line()
+        cfg = _compose_from_command_line(script)
         check_script(cfg, script, world_size)
         micro_batch(cfg, world_size)
     except ConfigError as error:
