@@ -84,10 +84,10 @@ def schema_leaves():
 
 
 def yaml_leaves(content, prefix=""):
-    """Dotted keys of a YAML file, without what Hydra reads itself."""
+    """Dotted keys of a YAML file, without what Hydra reads itself; wandb.init_args is a mapping of anything."""
     for key, value in content.items():
         if prefix or key not in ("defaults", "hydra"):
-            if isinstance(value, dict) and value:
+            if isinstance(value, dict) and value and prefix + key != "wandb.init_args":
                 yield from yaml_leaves(value, f"{prefix}{key}.")
             else:
                 yield prefix + key
