@@ -214,9 +214,14 @@ def _set_aside(ckpt_dir: Path) -> None:
     logger.warning("checkpoint.resume_from_checkpoint=false: moved the earlier run's checkpoints to %s", aside)
 
 
-def save_final_model(cfg: Config) -> None:
-    """Write final_model/ from the newest complete checkpoint: weights only, no optimizer state is read, one process."""
+def save_final_model(cfg: Config, *, replace: bool) -> None:
+    """Write final_model/ from the newest complete checkpoint: weights only, no optimizer state is read, one process.
+
+    Without `replace`, one that is there already stays as it is.
+    """
     ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
+    if not replace and (ckpt_dir / "final_model").is_dir():
+        return
     complete = _complete_checkpoints(ckpt_dir)
     export(complete[max(complete)], ckpt_dir / "final_model", cfg)
 

@@ -141,10 +141,11 @@ def train(
             checkpoint.prune(cfg, session, best)
             speed.restart()
 
-    if start_step >= total_steps:
+    is_finished = start_step >= total_steps
+    if is_finished:
         logger.info("nothing to do: the run is finished (step %d of %d)", start_step, total_steps)
     if cfg.checkpoint.ckpt_dir is not None and cfg.checkpoint.save_final_model:
-        session.afterwards.append(lambda: checkpoint.save_final_model(cfg))
+        session.afterwards.append(lambda: checkpoint.save_final_model(cfg, replace=not is_finished))
     metrics.close()
     set_status(session, "running", max(start_step, total_steps))
     return metrics.last

@@ -201,8 +201,10 @@ def test_stops_and_resumes_leave_no_trace(runs, nproc, chain, workers):
 
 
 def test_a_finished_run_does_nothing(runs):
-    """C03."""
+    """C03: not a line more, and the final model is not written anew."""
     outcomes, folder = runs(1)
+    model = folder / "same-0/checkpoints/final_model/model.safetensors"
+    assert model.stat().st_mtime_ns < (folder / "same-0-6.0.json").stat().st_mtime_ns  # when its run ended
     assert outcomes["finished"][0]["metrics"] == {}
     assert sorted(read_metrics(folder / "same-0")) == [1, 2, 3, 4, 5, 6]
     assert json.loads((folder / "same-0/status.json").read_text())["step"] == 6
