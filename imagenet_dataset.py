@@ -54,7 +54,7 @@ def check(cfg: Config) -> None:
         ConfigError: a folder is missing or empty, it has more classes than the model, a validation class is unknown to
             the training set, or the training set is smaller than one batch.
     """
-    num_train, num_val, classes = sizes(cfg)
+    num_train, _, classes = sizes(cfg)
     if len(classes) > cfg.model.num_classes:
         raise ConfigError(
             f"data.path={cfg.data.path} has {len(classes)} classes, model.num_classes={cfg.model.num_classes}: "
@@ -67,8 +67,6 @@ def check(cfg: Config) -> None:
         )
     if num_train_steps(cfg) < 1:
         raise ConfigError(f"num_epochs={cfg.num_epochs} of {num_train} images is less than one step: train longer")
-    if not num_val and cfg.evaluation.every_n_steps:
-        raise ConfigError(f"data.path={cfg.data.path} has no validation images: set evaluation.every_n_steps=null")
 
 
 def num_train_steps(cfg: Config) -> int:
@@ -91,8 +89,9 @@ def sizes(cfg: Config) -> tuple[int, int, tuple[str, ...]]:
 def scan(path: str, split: str) -> Folder:
     """List one split: classes in the order of their sorted names (as torchvision's ImageFolder), files sorted within.
 
-    The training folder decides the classes, and their numbers, for both splits. Hidden entries, files that are no
-    pictures by their name and dangling links are skipped and counted.
+    The training folder decides the classes, and their numbers, for both splits; a class may be missing in val. Hidden
+    folders are no classes; within a class, hidden files, files that are no pictures by their name, dangling links and
+    folders are skipped and counted.
 
     Raises:
         ConfigError: the folder is missing, has no class folders or no pictures, or a class that training lacks.

@@ -230,3 +230,6 @@ def _introduce(run: Run, cfg: Config, session: Session, *, start_step: int, tota
         for split in ("train", "val"):
             folder = scan(cfg.data.path, split)
             logger.info("%s: %d images, skipped %s", split, len(folder.samples), folder.skipped or "nothing")
+            labels = {label for _, label in folder.samples}
+            if absent := [name for label, name in enumerate(folder.classes) if label not in labels]:
+                logger.warning("%s: no images of %d classes: %s", split, len(absent), ", ".join(absent[:10]))
