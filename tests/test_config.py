@@ -735,7 +735,7 @@ def test_two_ranks_say_a_mistake_once_and_before_they_meet(launches):
     assert done.stdout == ""
     errors = [line for line in done.stderr.splitlines() if "error:" in line]
     assert errors == ["error: unknown key optimzer.lr: did you mean optimizer.lr?"], done.stderr
-    assert f'File "{ROOT}' not in done.stderr  # no traceback of ours; torchrun prints one of its own
+    assert not re.search(rf'File "{ROOT}/\w+\.py', done.stderr)  # no traceback of ours; torchrun prints one of its own
     assert re.search(r"exitcode +: 2\b", done.stderr)
     assert list(folder.iterdir()) == []  # a process group comes after the output folder
 
