@@ -4,7 +4,6 @@ import schema  # noqa: F401  (before torch)
 
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -96,8 +95,3 @@ def read_metrics(output_dir):
         values = json.loads(line)
         steps.setdefault(values["step"], {}).update(values)
     return steps
-
-
-def free_seed():
-    """A seed for tests that must not depend on one."""
-    return random.SystemRandom().randrange(2**31)
