@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)  # as torchrun does: the same sums in every process
@@ -95,3 +96,14 @@ def read_metrics(output_dir):
         values = json.loads(line)
         steps.setdefault(values["step"], {}).update(values)
     return steps
+
+
+def column(folder, name, key):
+    """One metric of the run <folder>/<name>, step by step."""
+    steps = read_metrics(folder / name)
+    return [steps[step][key] for step in sorted(steps) if key in steps[step]]
+
+
+def weights(folder, name):
+    """The final model's tensors of the run <folder>/<name>, under timm's names."""
+    return load_file(folder / name / "checkpoints/final_model/model.safetensors")

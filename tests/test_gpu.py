@@ -13,8 +13,7 @@ import json
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import TINY, read_metrics, run_tasks
-from safetensors.torch import load_file
+from conftest import TINY, column, run_tasks, weights
 
 SCRIPTS = ("train_ddp", "train_fsdp2", "train_mfsdp")
 ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -106,15 +105,6 @@ def _tasks(nproc, pictures, folder):
         hfsdp = ["distributed.dp_outer=2", "mfsdp.outer_dp_sharding_strategy=optim"]
         tasks.append(task("hfsdp", "train_mfsdp", "num_train_steps=10", *hfsdp))
     return tasks
-
-
-def column(folder, name, key):
-    steps = read_metrics(folder / name)
-    return [steps[step][key] for step in sorted(steps) if key in steps[step]]
-
-
-def weights(folder, name):
-    return load_file(folder / name / "checkpoints/final_model/model.safetensors")
 
 
 def test_loss_curves_agree(runs, nproc):

@@ -13,8 +13,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import TINY, read_metrics, run_tasks
-from safetensors.torch import load_file
+from conftest import TINY, column, read_metrics, run_tasks, weights
 from torch.distributed.checkpoint import FileSystemReader
 
 import imagenet_dataset
@@ -92,15 +91,6 @@ def _tasks(nproc, pictures, folder):
         tasks.append(task("hsdp", "train_fsdp2", "distributed.dp_outer=2", "num_train_steps=6"))
         tasks.append(task("zero2", "train_fsdp2", "fsdp2.reshard_after_forward=false", "num_train_steps=6"))
     return tasks
-
-
-def weights(folder, name):
-    return load_file(folder / name / "checkpoints/final_model/model.safetensors")
-
-
-def column(folder, name, key):
-    steps = read_metrics(folder / name)
-    return [steps[step][key] for step in sorted(steps) if key in steps[step]]
 
 
 def assert_close(a, b, atol):
