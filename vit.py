@@ -1,8 +1,8 @@
 """The Vision Transformer: timm's, by names and by numbers.
 
 Parameters carry the names of `timm.models.vision_transformer.VisionTransformer`, so that weights travel both ways, and
-logits and gradients equal timm's. TransformerEngine's blocks have names of their own: `TE_NAMES` maps them. Shapes in the
-comments: `B` images, `C Y X` channels, height and width, `N` tokens, `D` width.
+logits and gradients equal timm's. TransformerEngine's blocks have names of their own, which `TE_NAMES` maps. Shapes in
+the comments: `B` images, `C Y X` channels, height and width, `N` tokens, `D` width.
 """
 
 from schema import ConfigError, ModelConfig, pair
