@@ -1,11 +1,12 @@
 """Save, resume, prune, export. A checkpoint is complete or not there.
 
     <ckpt_dir>/step_00000100/      torch.distributed.checkpoint (DCP) files: tensors, and .metadata
-                state.json         step, run id, model config, class names: plain JSON
+                state.json         step, run id, model and FP8 config, class names: plain JSON
     <ckpt_dir>/best.json           step and value of the best validation metric; pruning spares that step
     <ckpt_dir>/final_model/        model.safetensors with timm's names, config.json that timm builds from
 
-One key space for all strategies: `model.<timm name>` and `optim.<timm name>.<exp_avg | exp_avg_sq | step>`. The
+One key space for all strategies: `model.<timm name>` and `optim.<timm name>.<exp_avg | exp_avg_sq | step>`; with FP8's
+delayed scaling also `fp8.<layer>.<scale | amax_history>_<fwd | bwd>`, which a run with other settings does without. The
 tensors handed to DCP are the live ones (DTensors where sharded), so a load writes straight into them, whatever strategy
 and world size wrote the files. Hyper-parameters come from the config, never from a checkpoint.
 """
@@ -42,20 +43,27 @@ FREE_OPTIONS |= {"drop_path_rate", "transformer_engine"}
 
 
 class TrainState:
-    """The tensors of a run under timm's names: weights, and the optimizer's state of each."""
+    """The tensors of a run: weights under timm's names, the optimizer's state of each, FP8's scales."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, after_load: Callable[[], None] = lambda: None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaling: dict[str, torch.Tensor],
+        *,
+        after_load: Callable[[], None] = lambda: None,
     ) -> None:
         """Takes the parameters as they are now, wrapped and sharded; they must stay the same objects.
 
         Args:
             model: the wrapped model.
             optimizer: with its state in being.
+            scaling: the state of FP8's delayed scaling, the same on every rank; empty without.
             after_load: called once the weights were written, for strategies that compute with copies of them.
         """
         self.weights = {timm_name(name): parameter for name, parameter in model.named_parameters()}
         self.optimizer = optimizer
+        self.scaling = scaling
         self.after_load = after_load
 
     def tensors(self, step: int) -> dict[str, Any]:
@@ -66,7 +74,7 @@ class TrainState:
                 # Megatron-FSDP gives an empty shard no gradient, so the optimizer skips it and its counter stands
                 # still; the counter is one for all ranks, and DCP takes any rank's.
                 states[name]["step"].fill_(step)
-        return {"model": self.weights, "optim": states}
+        return {"model": self.weights, "optim": states} | ({"fp8": self.scaling} if self.scaling else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +105,9 @@ def restore(state: TrainState, cfg: Config, session: Session) -> Resumed:
     saved = json.loads((folder / "state.json").read_text())
     tensors = state.tensors(saved["step"])
     _check_same(saved, tensors, folder, cfg)
+    if "fp8" in tensors and not _has_scaling(saved, state.scaling, folder, cfg):
+        del tensors["fp8"]
+        logger.warning("%s has no scales for this FP8 recipe: they are found anew in the first steps", folder)
     dcp.load(tensors, checkpoint_id=folder)
     state.after_load()
     logger.info("resumed from %s (step %d)", folder, saved["step"])
@@ -123,16 +134,26 @@ def _check_same(saved: dict[str, Any], tensors: dict[str, Any], folder: Path, cf
             raise ConfigError(f"{folder} was written with model.{key}={saved['model'].get(key)}, not {value}: {advice}")
     if saved["classes"] != list(sizes(cfg)[2]):
         raise ConfigError(f"{folder} was written with another list of classes than data.path={cfg.data.path}: {advice}")
-    stored = {
-        key: tuple(entry.size)
-        for key, entry in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items()
-    }
+    stored = {key: shape for key, shape in _stored_shapes(folder).items() if not key.startswith("fp8.")}
     wanted = {f"model.{name}": tuple(weight.shape) for name, weight in tensors["model"].items()}
     for name, entries in tensors["optim"].items():
         wanted |= {f"optim.{name}.{key}": tuple(value.shape) for key, value in entries.items()}
     for key in sorted(stored.keys() | wanted.keys()):
         if stored.get(key) != wanted.get(key):
             raise ConfigError(f"{folder}: {key} is {stored.get(key)} there and {wanted.get(key)} in this run: {advice}")
+
+
+def _has_scaling(saved: dict[str, Any], scaling: dict[str, torch.Tensor], folder: Path, cfg: Config) -> bool:
+    """Whether a checkpoint holds FP8's scales for the very layers and recipe of this run."""
+    stored = {key: shape for key, shape in _stored_shapes(folder).items() if key.startswith("fp8.")}
+    wanted = {f"fp8.{name}": tuple(tensor.shape) for name, tensor in scaling.items()}
+    then, now = saved["fp8_config"], to_plain(cfg)["fp8_config"]
+    return stored == wanted and all(then[key] == now[key] for key in ("fp8_recipe", "fp8_format", "fp8_recipe_kwargs"))
+
+
+def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {key: tuple(entry.size) for key, entry in metadata.items()}
 
 
 def save(state: TrainState, cfg: Config, session: Session, *, step: int, run_id: str) -> None:
@@ -151,6 +172,7 @@ def save(state: TrainState, cfg: Config, session: Session, *, step: int, run_id:
             "run_id": run_id,
             "samples": step * cfg.global_batch_size,
             "model": to_plain(cfg)["model"],
+            "fp8_config": to_plain(cfg)["fp8_config"],
             "classes": list(sizes(cfg)[2]),
         }
         write_json(temporary / "state.json", content)

@@ -284,6 +284,60 @@ class MfsdpConfig:
 
 
 @section
+class Fp8RecipeKwargs:
+    """Arguments of transformer_engine.common.recipe's classes; None = TransformerEngine's own value.
+
+    Not among them: FP8 attention (fp8_dpa, fp8_mha: beta in TransformerEngine 2.20), reduce_amax (scales that differ
+    over ranks could not be saved as one), and what TransformerEngine reads from environment variables.
+    """
+
+    margin: NonNegativeInt | None
+    amax_history_len: PositiveInt | None
+    amax_compute_algo: Literal["max", "most_recent"] | None
+    backward_override: Literal["high_precision", "dequantized"] | None
+    x_block_scaling_dim: Literal[1, 2] | None
+    w_block_scaling_dim: Literal[1, 2] | None
+    grad_block_scaling_dim: Literal[1, 2] | None
+
+
+@section
+class Fp8Config:
+    """FP8 in the linear layers of TransformerEngine's blocks."""
+
+    enabled: bool
+    fp8_recipe: Literal[
+        "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"
+    ]
+    fp8_format: Literal["HYBRID", "E4M3"] | None
+    fp8_recipe_kwargs: Fp8RecipeKwargs
+    quantized_model_init: bool
+
+    def arguments(self) -> dict[str, Any]:
+        """The recipe's arguments that have a value."""
+        return {name: value for name, value in vars(self.fp8_recipe_kwargs).items() if value is not None}
+
+    def __post_init__(self) -> None:
+        known = {
+            "DelayedScaling": ("margin", "amax_history_len", "amax_compute_algo"),
+            "Float8CurrentScaling": ("backward_override",),
+            "Float8BlockScaling": (
+                *("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"),
+                "backward_override",
+            ),
+            "MXFP8BlockScaling": ("backward_override",),
+            "NVFP4BlockScaling": (),
+        }[self.fp8_recipe]
+        for name, value in self.arguments().items():
+            if name not in known:
+                raise ConfigError(
+                    f"fp8_config.fp8_recipe_kwargs.{name}={value}: {self.fp8_recipe} takes "
+                    f"{', '.join(known) or 'none of them'}; set it to null"
+                )
+        if self.quantized_model_init and not self.enabled:
+            raise ConfigError("fp8_config.quantized_model_init=true needs fp8_config.enabled=true")
+
+
+@section
 class Config:
     """One run. Sections are the YAML's sections."""
 
@@ -310,6 +364,7 @@ class Config:
     ddp: DdpConfig
     fsdp2: Fsdp2Config
     mfsdp: MfsdpConfig
+    fp8_config: Fp8Config
 
     def __post_init__(self) -> None:
         if (self.num_train_steps is None) == (self.num_epochs is None):
@@ -338,6 +393,16 @@ class Config:
             )
         if self.model.transformer_engine and self.precision != "bf16":
             raise ConfigError(f"precision={self.precision} with model.transformer_engine=true: set precision=bf16")
+        if self.fp8_config.enabled:
+            if not self.model.transformer_engine:
+                raise ConfigError("fp8_config.enabled=true needs model.transformer_engine=true")
+            hidden = int(self.model.embed_dim * self.model.mlp_ratio)
+            for key, width in (("embed_dim", self.model.embed_dim), ("embed_dim x model.mlp_ratio", hidden)):
+                if width % 16:
+                    raise ConfigError(
+                        f"model.{key}={width} with fp8_config.enabled=true: FP8 needs a multiple of 16; "
+                        f"use {width // 16 * 16 or 16} or {(width // 16 + 1) * 16}"
+                    )
         if self.lr_scheduler.min_lr > self.optimizer.lr:
             raise ConfigError(
                 f"lr_scheduler.min_lr={self.lr_scheduler.min_lr} is above optimizer.lr={self.optimizer.lr}: lower it"
@@ -373,12 +438,25 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
     """
     import torch  # here, not above: composing and checking a config needs no torch
 
-    import vit
+    import te
 
     if cfg.model.transformer_engine:
         if not torch.cuda.is_available():
             raise ConfigError("model.transformer_engine=true needs a CUDA GPU: set it to false here")
-        vit.transformer_engine()
+        te.transformer_engine()
+        te.recipe(cfg.fp8_config)
+    if cfg.fp8_config.quantized_model_init:
+        if script != "train_mfsdp":
+            raise ConfigError(
+                f"fp8_config.quantized_model_init=true: {script}.py's optimizer updates the weights that the layers "
+                "hold, and FP8 ones lose small updates; set it to false or use train_mfsdp.py, which has FP32 ones too"
+            )
+        for key, wanted in (("zero_dp_strategy", "optim_grads_params"), ("outer_dp_sharding_strategy", "no_shard")):
+            if getattr(cfg.mfsdp, key) != wanted:
+                raise ConfigError(
+                    f"mfsdp.{key}={getattr(cfg.mfsdp, key)} with fp8_config.quantized_model_init=true: "
+                    f"Megatron-FSDP has FP8 weights only with {wanted}"
+                )
     axes = cfg.distributed
     outer, shard = axes.dp_outer or 1, axes.dp_shard or world_size // (axes.dp_outer or 1)
     if script == "train_ddp" and (axes.dp_outer, axes.dp_shard) != (None, None):

@@ -33,7 +33,7 @@ def main(cfg: Config) -> dict[str, float]:
         # Model: FP32 weights on the device, BF16 by autocast in the forward pass. Recompute and compile come before
         # the wrapper, so that its hooks stay outside.
         with device:
-            module = VisionTransformer(cfg.model)
+            module = VisionTransformer(cfg.model, cfg.fp8_config)
         module.init_weights(cfg.seed)
         prepare_blocks(module, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
@@ -58,7 +58,7 @@ def main(cfg: Config) -> dict[str, float]:
         settle_buckets(model, cfg, device)
 
         # Restore, then train from there.
-        state = checkpoint.TrainState(model, optimizer)
+        state = checkpoint.TrainState(model, optimizer, module.scaling)
         resumed = checkpoint.restore(state, cfg, session)
         loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image())
@@ -66,11 +66,12 @@ def main(cfg: Config) -> dict[str, float]:
 
 
 def settle_buckets(model: DistributedDataParallel, cfg: Config, device: torch.device) -> None:
-    """One forward and backward pass on noise, of a microbatch's size; leaves no gradient behind."""
+    """One forward and backward pass on noise, of a microbatch's size; leaves no gradient and no FP8 scale behind."""
     micro_batch_size, _ = micro_batch(cfg, dist.get_world_size())
     images = torch.rand(micro_batch_size, cfg.model.in_chans, *pair(cfg.model.img_size), device=device)
     model(images).sum().backward()
     model.zero_grad()
+    model.module.reset_scaling()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def main(cfg: Config) -> dict[str, float]:
         # Model: built without storage, sharded block by block and then the rest, and only then given storage and
         # weights: no rank ever holds the whole. Recompute and compile come first, so that FSDP's hooks stay outside.
         with torch.device("meta"):
-            model = VisionTransformer(cfg.model)
+            model = VisionTransformer(cfg.model, cfg.fp8_config)
         prepare_blocks(model, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
         options = {
             "mesh": mesh if outer > 1 else mesh["dp_shard"],
@@ -60,7 +60,7 @@ def main(cfg: Config) -> dict[str, float]:
             return contextlib.nullcontext()
 
         # Restore, then train from there.
-        state = checkpoint.TrainState(model, optimizer)
+        state = checkpoint.TrainState(model, optimizer, model.scaling)
         resumed = checkpoint.restore(state, cfg, session)
         loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, model.flops_per_image())

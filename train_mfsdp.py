@@ -41,7 +41,7 @@ def main(cfg: Config) -> dict[str, float]:
         # Recompute and compile come first, so that the library's hooks stay outside.
         sharded_weights = cfg.mfsdp.zero_dp_strategy != "no_shard"
         with torch.device("meta" if sharded_weights else device):
-            module = VisionTransformer(cfg.model).to(torch.bfloat16)
+            module = VisionTransformer(cfg.model, cfg.fp8_config).to(torch.bfloat16)
         prepare_blocks(module, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
         model = fully_shard_model(
             module,
@@ -74,8 +74,9 @@ def main(cfg: Config) -> dict[str, float]:
             return contextlib.nullcontext()
 
         # Restore, then train from there.
-        state = checkpoint.TrainState(model, optimizer, after_load=model.install_optimized_model_weights)
-        preprocess_state_dict_for_uneven_dtensor(state.tensors(step=0))
+        install = model.install_optimized_model_weights
+        state = checkpoint.TrainState(model, optimizer, module.scaling, after_load=install)
+        preprocess_state_dict_for_uneven_dtensor(state.tensors(step=0)["optim"])  # moments learn where they lie, too
         resumed = checkpoint.restore(state, cfg, session)
         loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image())

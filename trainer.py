@@ -33,7 +33,7 @@ class Run:
     """What an entrypoint hands to the loop: everything that a strategy decides.
 
     Attributes:
-        model: called as model(images) -> logits.
+        model: called as model(images, is_first_microbatch=None) -> logits.
         optimizer: over the (sharded) parameters.
         grad_sync: grad_sync(is_last) is the context of one forward and backward pass; only the last of a step's
             microbatches needs its gradients reduced over ranks.
@@ -95,8 +95,9 @@ def train(
             speed.waited += time.perf_counter() - waiting_since
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             _seed_dropout(cfg.seed, step, session.rank, microbatch)
+            is_first = None if accumulation == 1 else microbatch == 0
             with run.grad_sync(microbatch == accumulation - 1):
-                logits = run.model(normalize(images)).float()
+                logits = run.model(normalize(images), is_first_microbatch=is_first).float()
                 part = F.cross_entropy(logits, labels, label_smoothing=cfg.loss.label_smoothing) / accumulation
                 part.backward()
             loss += part.detach()

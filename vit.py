@@ -5,14 +5,12 @@ logits and gradients equal timm's. TransformerEngine's blocks have names of thei
 the comments: `B` images, `C Y X` channels, height and width, `N` tokens, `D` width.
 """
 
-from schema import ConfigError, ModelConfig, pair
+from schema import Fp8Config, ModelConfig, pair
 
 import functools
 import hashlib
-import importlib
 import math
 from collections.abc import Callable, Iterator
-from types import ModuleType
 
 import torch
 from timm.layers import (
@@ -28,7 +26,9 @@ from timm.models.vision_transformer import Attention
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import te
 from distributed import local_slice, to_local
+from te import on_rows, transformer_engine
 
 
 class LayerScale(TimmLayerScale):
@@ -132,55 +132,40 @@ def timm_name(name: str) -> str:
     return ".".join(parts)
 
 
-def transformer_engine() -> ModuleType:
-    """The package, imported where it is asked for.
-
-    Raises:
-        ConfigError: it is not installed, or its import fails; then with the first line of its own message.
-    """
-    try:
-        return importlib.import_module("transformer_engine.pytorch")
-    except ModuleNotFoundError as error:
-        if error.name and error.name.split(".")[0] == "transformer_engine":
-            raise ConfigError(
-                "model.transformer_engine=true, but TransformerEngine is not installed: "
-                "pip install --no-build-isolation -r requirements-gpu.txt"
-            ) from None
-        raise ConfigError(f"model.transformer_engine=true, but its import fails: {error}") from error
-    except (ImportError, OSError, RuntimeError) as error:  # a library of the wrong version: cuDNN, torch, CUDA
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"model.transformer_engine=true, but its import fails: {first_line}") from error
-
-
 class TEAttention(nn.Module):
     """norm1 and timm's Attention on TransformerEngine's layers; rows of the QKV weight in timm's order, [q | k | v]."""
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: ModelConfig, row_multiple: int) -> None:
         super().__init__()
-        te = transformer_engine()
+        engine, self.row_multiple = transformer_engine(), row_multiple
         width, self.num_heads = cfg.embed_dim, cfg.num_heads
         head_width = width // cfg.num_heads
-        device = torch.get_default_device()  # TransformerEngine's own default is "cuda", whatever torch's is
-        self.qkv = te.LayerNormLinear(width, 3 * width, eps=cfg.norm_eps, bias=cfg.qkv_bias, device=device)
+        device = te.default_device()
+        self.qkv = engine.LayerNormLinear(width, 3 * width, eps=cfg.norm_eps, bias=cfg.qkv_bias, device=device)
+        self.qk_norm = cfg.qk_norm
         self.q_norm, self.k_norm = (
             nn.LayerNorm(head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity() for _ in range(2)
         )
-        self.core = te.DotProductAttention(
+        self.core = engine.DotProductAttention(
             cfg.num_heads,
             head_width,
             attention_dropout=cfg.attn_drop_rate,
             qkv_format="bshd",
             attn_mask_type="no_mask",
         )
-        self.proj = te.Linear(width, width, bias=cfg.proj_bias, device=device)
+        self.proj = engine.Linear(width, width, bias=cfg.proj_bias, device=device)
         self.proj_drop = nn.Dropout(cfg.proj_drop_rate)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
         """(B, N, D) -> (B, N, D)."""
-        qkv = self.qkv(x).unflatten(-1, (3 * self.num_heads, -1))  # B N 3D -> B N 3H K
-        q, k, v = qkv.split(self.num_heads, dim=2)  # B N H K
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast norms in FP32
-        return self.proj_drop(self.proj(self.core(q, k, v)))
+        options = {"multiple": self.row_multiple, "is_first_microbatch": is_first_microbatch}
+        qkv = on_rows(self.qkv, x, **options).unflatten(-1, (3, self.num_heads, -1))  # B N 3D -> B N 3 H K
+        if self.qk_norm:
+            q, k, v = qkv.unbind(2)  # B N H K
+            x = self.core(self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v)  # autocast norms in FP32
+        else:
+            x = self.core(qkv_layer=qkv)  # packed, so that its gradient is one tensor too and need not be put together
+        return self.proj_drop(on_rows(self.proj, x, **options))
 
 
 class TEDropoutMlp(nn.Module):
@@ -188,25 +173,27 @@ class TEDropoutMlp(nn.Module):
 
     def __init__(self, cfg: ModelConfig, hidden: int) -> None:
         super().__init__()
-        te, device = transformer_engine(), torch.get_default_device()
+        engine, device = transformer_engine(), te.default_device()
         width = cfg.embed_dim
-        self.fc1 = te.LayerNormLinear(width, hidden, eps=cfg.norm_eps, bias=cfg.proj_bias, device=device)
+        self.fc1 = engine.LayerNormLinear(width, hidden, eps=cfg.norm_eps, bias=cfg.proj_bias, device=device)
         self.act = get_act_layer(cfg.act_layer)()
         self.drop = nn.Dropout(cfg.proj_drop_rate)
-        self.fc2 = te.Linear(hidden, width, bias=cfg.proj_bias, device=device)
+        self.fc2 = engine.Linear(hidden, width, bias=cfg.proj_bias, device=device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, N, D) -> (B, N, D)."""
-        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
+        """(..., D) -> (..., D)."""
+        x = self.drop(self.act(self.fc1(x, is_first_microbatch=is_first_microbatch)))
+        return self.drop(self.fc2(x, is_first_microbatch=is_first_microbatch))
 
 
 class TEBlock(nn.Module):
     """`Block` on TransformerEngine's fused layers: the same function, the same options, other kernels."""
 
-    def __init__(self, cfg: ModelConfig, *, drop_path: float) -> None:
+    def __init__(self, cfg: ModelConfig, *, drop_path: float, row_multiple: int) -> None:
         super().__init__()
+        self.row_multiple = row_multiple
         hidden = int(cfg.embed_dim * cfg.mlp_ratio)
-        self.attn = TEAttention(cfg)
+        self.attn = TEAttention(cfg, row_multiple)
         self.mlp = (
             TEDropoutMlp(cfg, hidden)
             if cfg.proj_drop_rate
@@ -216,7 +203,7 @@ class TEBlock(nn.Module):
                 eps=cfg.norm_eps,
                 bias=cfg.proj_bias,
                 activation=TE_ACTIVATIONS[cfg.act_layer],
-                device=torch.get_default_device(),
+                device=te.default_device(),
             )
         )
         self.ls1, self.ls2 = (
@@ -224,10 +211,11 @@ class TEBlock(nn.Module):
         )
         self.drop_path1, self.drop_path2 = DropPath(drop_path), DropPath(drop_path)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """(B, N, D) -> (B, N, D)."""
-        x = x + self.drop_path1(self.ls1(self.attn(x)))
-        return x + self.drop_path2(self.ls2(self.mlp(x)))
+        x = x + self.drop_path1(self.ls1(self.attn(x, is_first_microbatch)))
+        mlp = on_rows(self.mlp, x, self.row_multiple, is_first_microbatch=is_first_microbatch)
+        return x + self.drop_path2(self.ls2(mlp))
 
 
 class VisionTransformer(nn.Module):
@@ -236,9 +224,10 @@ class VisionTransformer(nn.Module):
     Build it under `torch.device("meta")` or on a device, place or shard it, then call `init_weights`.
     """
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: ModelConfig, fp8: Fp8Config | None = None) -> None:
         super().__init__()
         self.cfg = cfg
+        self.recipe = te.recipe(fp8) if fp8 else None
         width = cfg.embed_dim
         use_fc_norm = cfg.global_pool == "avg" if cfg.fc_norm is None else cfg.fc_norm
         norm_layer = functools.partial(nn.LayerNorm, eps=cfg.norm_eps)
@@ -259,8 +248,16 @@ class VisionTransformer(nn.Module):
         )
         self.norm_pre = norm_layer(width) if cfg.pre_norm else nn.Identity()
         rates = calculate_drop_path_rates(cfg.drop_path_rate, cfg.depth)
-        block = TEBlock if cfg.transformer_engine else Block
-        self.blocks = nn.Sequential(*(block(cfg, drop_path=rate) for rate in rates))
+        if cfg.transformer_engine:
+            te.forget_earlier_models()
+            block = functools.partial(TEBlock, row_multiple=te.row_multiple(self.recipe))
+        else:
+            block = Block
+        with te.quantized_weights(self.recipe, enabled=bool(fp8 and fp8.quantized_model_init)):
+            self.blocks = nn.Sequential(*(block(cfg, drop_path=rate) for rate in rates))
+        if cfg.transformer_engine:
+            te.log_attention_backend()
+        self.scaling = te.scaling_state(self, self.recipe)  # live tensors, to be saved with the weights
         self.norm = nn.Identity() if use_fc_norm else norm_layer(width)
         self.attn_pool = (
             AttentionPool(
@@ -277,13 +274,25 @@ class VisionTransformer(nn.Module):
         self.head_drop = nn.Dropout(cfg.drop_rate)
         self.head = nn.Linear(width, cfg.num_classes)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, C, Y, X) -> (B, num_classes)."""
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        """(B, C, Y, X) -> (B, num_classes).
+
+        Args:
+            x: images.
+            is_first_microbatch: of those between two updates, in which the weights stay the same: FP8 quantizes them in
+                the first and uses them again in the others. None: quantize. Nothing else depends on it.
+        """
         x = x.to(self.patch_embed.proj.weight.dtype)  # BF16 where a strategy keeps BF16 copies instead of autocast
         x = self.patch_embed(x)  # B C Y X -> B N D
         x = self.patch_drop(self.pos_drop(self._add_tokens(x)))
         x = self.norm_pre(x).to(x.dtype)  # autocast norms in FP32, and an FP32 stream would stay one
-        x = self.norm(self.blocks(x))
+        if self.cfg.transformer_engine:
+            with te.quantized(self.recipe, self.scaling):
+                for block in self.blocks:
+                    x = block(x, is_first_microbatch)
+        else:
+            x = self.blocks(x)
+        x = self.norm(x)
         return self.head(self.head_drop(self.fc_norm(self._pool(x))))  # B N D -> B num_classes
 
     def _add_tokens(self, x: torch.Tensor) -> torch.Tensor:
@@ -300,6 +309,11 @@ class VisionTransformer(nn.Module):
             return x[:, 0]
         x = x[:, self.num_prefix_tokens :]
         return x.mean(dim=1) if self.attn_pool is None else self.attn_pool(x)
+
+    def reset_scaling(self) -> None:
+        """Forget the values that FP8's delayed scaling has seen."""
+        for name, tensor in self.scaling.items():
+            tensor.fill_(1.0 if ".scale_" in name else 0.0)
 
     def shard_units(self) -> list[nn.Module]:
         """The modules to shard, compile and recompute one by one."""
@@ -384,8 +398,10 @@ def prepare_blocks(model: VisionTransformer, *, activation_checkpointing: bool, 
     Wraps each block's `forward` rather than the block, so that no wrapper shows in parameter names and no strategy's
     hook is traced.
     """
+    # TransformerEngine's recomputes in FP8, with the scales of the first pass.
+    recompute = transformer_engine().checkpoint if model.cfg.transformer_engine else checkpoint
     for block in model.shard_units():
         forward: Callable = block.forward
         if activation_checkpointing:
-            forward = functools.partial(checkpoint, forward, use_reentrant=False)
+            forward = functools.partial(recompute, forward, use_reentrant=False)
         block.forward = torch.compile(forward) if compile else forward

@@ -2,6 +2,7 @@
 
 import schema  # noqa: F401  (before torch)
 
+import functools
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+SCRIPTS = ("train_ddp", "train_fsdp2", "train_mfsdp")
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)  # as torchrun does: the same sums in every process
 
@@ -34,6 +36,52 @@ TINY = [
     "checkpoint.save_every_n_steps=null",
     "optimizer.lr=1e-3",
 ]
+
+
+# On top of TINY, for GPUs: 18 tokens of width 192, every kind of parameter.
+ON_GPU = [
+    "model.img_size=32",
+    "model.patch_size=8",
+    "model.embed_dim=192",
+    "model.depth=4",
+    "model.num_heads=3",
+    "model.global_pool=token",
+    "model.class_token=true",
+    "model.reg_tokens=1",
+    "model.init_values=0.1",
+    "global_batch_size=48",
+    "precision=bf16",
+    "evaluation.every_n_steps=10",
+]
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.multi_gpu)]
+)
+def nproc(request):
+    """Number of GPUs of a test's run; skips where there are fewer."""
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    return request.param
+
+
+def started_once(start):
+    """A function: argument -> start(argument), run once; a failure is kept too, so that it is not started again."""
+
+    @functools.cache
+    def outcome(argument):
+        try:
+            return start(argument), None
+        except Exception as error:
+            return None, error
+
+    def get(argument):
+        result, error = outcome(argument)
+        if error is not None:
+            pytest.fail(f"the runs failed: {str(error)[-3000:]}", pytrace=False)
+        return result
+
+    return get
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import checkpoint
 import distributed
 
 
@@ -81,9 +82,61 @@ def keep_first_gradients(cfg):
         whole = [gathered(p.grad, like=p) for p in parameters]
         if dist.get_rank() == 0:
             torch.save(whole, Path(cfg.output_dir) / "gradients.pt")
+            (Path(cfg.output_dir) / "names.json").write_text(json.dumps(NAMES))
         return clip_grad_norm_(parameters, max_norm)
 
+    class TrainState(checkpoint.TrainState):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            NAMES[:] = self.weights
+            checkpoint.TrainState = TrainState.__base__
+
+    checkpoint.TrainState = TrainState
     trainer.clip_grad_norm_ = clip
+
+
+NAMES = []  # of the parameters, in the order in which the loop hands them to clip_grad_norm_
+
+
+def make_last_rank_infinite_at_step_3(cfg):
+    """One rank's third batch normalises to infinity."""
+    import trainer
+
+    normalize, calls = trainer.Normalize.__call__, []
+
+    def poisoned(self, images):
+        calls.append(1)
+        is_third = len(calls) == 3
+        if is_third:
+            trainer.Normalize.__call__ = normalize
+        bad = is_third and dist.get_rank() == dist.get_world_size() - 1
+        return normalize(self, images) / (0 if bad else 1)
+
+    trainer.Normalize.__call__ = poisoned
+
+
+def allow_few_recompiles(cfg):
+    """torch.compile raises where it would recompile a function more than four times; two are expected of each block."""
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 4
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
+def count_weight_casts(cfg):
+    """Count into EXTRA how often TransformerEngine quantizes a weight."""
+    from transformer_engine.pytorch import QuantizedTensor
+    from transformer_engine.pytorch.module import base, layernorm_linear, layernorm_mlp, linear
+
+    def counting(*, tensor=None, workspace=None, update_workspace=True, **kwargs):
+        is_cast = (workspace is None or update_workspace) and not isinstance(tensor, QuantizedTensor)
+        EXTRA["casts"] = EXTRA.get("casts", 0) + is_cast
+        return base.quantize_weight(tensor=tensor, workspace=workspace, update_workspace=update_workspace, **kwargs)
+
+    for module in (linear, layernorm_linear, layernorm_mlp):
+        module.quantize_weight = counting
+
+
+EXTRA = {}  # what a hook adds to a task's metrics
 
 
 def gathered(tensor, *, like):
@@ -110,7 +163,7 @@ def run(task):
         globals()[task["before"]](cfg)
     if task.get("call"):
         return globals()[task["call"]](cfg)
-    return importlib.import_module(task["script"]).main(cfg)
+    return importlib.import_module(task["script"]).main(cfg) | EXTRA
 
 
 def main():
@@ -119,6 +172,7 @@ def main():
     for task in tasks:
         faulthandler.dump_traceback_later(80)  # a hang shows where
         outcome = {}
+        EXTRA.clear()
         try:
             outcome["metrics"] = run(task)
         except Exception as error:  # the tests look at it

@@ -3,24 +3,41 @@
     python tools/benchmark.py train --nproc 2 --output benchmarks/h100x2_b16.json -- \
         --config-name vit_base_patch16_224 data=synthetic num_epochs=null num_train_steps=50
 
+    python tools/benchmark.py step --output benchmarks/h100_step.json
+    torchrun --standalone --nproc-per-node 2 tools/benchmark.py profile --script train_fsdp2 --output p.json -- \
+        --config-name vit_te_large_patch16_224 data=synthetic num_epochs=null num_train_steps=12
+    python tools/benchmark.py plot benchmarks/curve_*.json --output benchmarks/curves.png
+
 `train` runs the three entrypoints one after the other, each in processes of its own, with the same overrides, and reads
 their metrics.jsonl: the whole loss curve, and the median of speed, MFU and memory over the log lines after the warm-up.
+`step` times one GPU's whole step (forward, backward, clipping, AdamW; FP32 weights and moments; noise) for our blocks,
+timm's, and the least that a TransformerEngine block can be, each after its gradients were compared with float32 timm's.
+`profile` says where the time of a step goes under one strategy, by kinds of kernels. `plot` draws the loss curves of
+`train`.
 """
 
 import argparse
+import contextlib
+import gc
+import importlib
+import itertools
 import json
 import os
 import platform
+import re
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 PACKAGES = ("torch", "torchvision", "timm", "megatron-fsdp", "transformer-engine", "torchdata", "hydra-core")
 
 
@@ -78,6 +95,319 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+# One GPU's step. Batches as in the project's first measurements.
+SIZES = {"base_patch16": 512, "large_patch16": 256, "huge_patch14": 128}
+FP8 = "fp8_config.enabled=true"
+RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
+VARIANTS = {
+    "timm, eager": {"kind": "timm"},
+    "timm, blocks compiled": {"kind": "timm", "compile": True},
+    "ours, plain": {"kind": "ours"},
+    "ours, plain, compiled": {"kind": "ours", "compile": True},
+    "bare TE, BF16": {"kind": "bare"},
+    "ours, TE, BF16": {"kind": "ours", "te": True},
+    "bare TE, FP8 delayed": {"kind": "bare", "recipe": "delayed"},
+    "ours, TE, FP8 delayed": {"kind": "ours", "te": True, "recipe": "delayed"},
+    "bare TE, FP8 current": {"kind": "bare", "recipe": "current"},
+    "ours, TE, FP8 current": {"kind": "ours", "te": True, "recipe": "current"},
+    "ours, TE, FP8 block": {"kind": "ours", "te": True, "recipe": "block"},
+}
+
+
+def build_variant(size: str, *, kind: str, te: bool = False, recipe: str | None = None, compile: bool = False) -> Any:
+    """(module, forward): the model on the GPU with FP32 weights, and forward(images) -> logits under BF16 autocast."""
+    import schema
+
+    import timm
+    import torch
+
+    import vit
+    from te import transformer_engine
+
+    overrides = [f"model=vit_{size}_224", "model.act_layer=gelu_tanh", "data=synthetic", "num_epochs=null"]
+    overrides += ["num_train_steps=1", f"model.transformer_engine={str(te).lower()}"]
+    if te and recipe:
+        overrides += [FP8, f"fp8_config.fp8_recipe={RECIPES[recipe]}"]
+    cfg = schema.load_config("vit_base_patch16_224", [*overrides, "compile=false"])
+    context: Callable = contextlib.nullcontext
+    if kind == "ours":
+        with torch.device("cuda"):
+            model = vit.VisionTransformer(cfg.model, cfg.fp8_config)
+        model.init_weights(0)
+        vit.prepare_blocks(model, activation_checkpointing=False, compile=compile)
+    else:
+        block = {"block_fn": bare_block()} if kind == "bare" else {}
+        model = timm.create_model(f"vit_{size}_224", act_layer="gelu_tanh", **block).cuda()
+        if compile:
+            for each in model.blocks:
+                each.compile()
+        if kind == "bare":
+            add_positions = model._pos_embed
+            model._pos_embed = lambda x: add_positions(x).bfloat16()  # timm's FP32 positions would promote the stream
+        if recipe:
+            from transformer_engine.common import recipe as recipes
+
+            made = getattr(recipes, RECIPES[recipe])()
+            context = lambda: transformer_engine().autocast(recipe=made)  # noqa: E731
+
+    def forward(images: Any) -> Any:
+        with torch.autocast("cuda", torch.bfloat16), context():
+            return model(images)
+
+    return model.train(), forward
+
+
+def bare_block() -> type:
+    """A block of TransformerEngine's layers without any option: what ours must not be slower than."""
+    import torch
+    from transformer_engine.pytorch.utils import SplitAlongDim
+
+    from te import transformer_engine
+
+    engine = transformer_engine()
+
+    class BareBlock(torch.nn.Module):
+        def __init__(self, dim: int, num_heads: int, **_: Any) -> None:
+            super().__init__()
+            self.num_heads = num_heads
+            self.qkv = engine.LayerNormLinear(dim, 3 * dim, eps=1e-6)
+            self.core = engine.DotProductAttention(
+                num_heads, dim // num_heads, attention_dropout=0.0, qkv_format="bshd", attn_mask_type="no_mask"
+            )
+            self.proj = engine.Linear(dim, dim)
+            self.mlp = engine.LayerNormMLP(dim, 4 * dim, eps=1e-6, activation="gelu")
+
+        def forward(self, x: Any) -> Any:
+            heads = self.num_heads
+            q, k, v = SplitAlongDim.apply(self.qkv(x).unflatten(-1, (3 * heads, -1)), 2, [heads] * 3)
+            x = x + self.proj(self.core(q, k, v))
+            return x + self.mlp(x)
+
+    return BareBlock
+
+
+def common_name(name: str) -> str:
+    """The name in timm's model of a parameter of any of the variants."""
+    import vit
+
+    bare = name.replace(".qkv.", ".attn.qkv.").replace(".proj.", ".attn.proj.").replace(".attn.attn.", ".attn.")
+    return vit.timm_name(bare.replace("patch_embed.attn.proj", "patch_embed.proj").replace("_orig_mod.", ""))
+
+
+def compare_gradients(size: str, variants: list[str]) -> dict[str, dict[str, float]]:
+    """Each variant's relative error against float32 timm, same weights, 16 images: logits, and all gradients as one."""
+    import timm
+    import torch
+    import torch.nn.functional as F
+
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.manual_seed(0)
+    images, labels = torch.randn(16, 3, 224, 224, device="cuda"), torch.randint(0, 1000, (16,), device="cuda")
+    reference = timm.create_model(f"vit_{size}_224", act_layer="gelu_tanh").cuda().train()
+    want = reference(images)
+    F.cross_entropy(want, labels).backward()
+    want_grads = {name: p.grad for name, p in reference.named_parameters()}
+    errors = {}
+    for variant in variants:
+        model, forward = build_variant(size, **(VARIANTS[variant] | {"compile": False}))
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(reference.get_parameter(common_name(name)).data)
+        for _ in range(3 if "FP8" in variant else 1):  # delayed scaling needs to see a pass
+            model.zero_grad()
+            logits = forward(images).float()
+            F.cross_entropy(logits, labels).backward()
+        grads = {common_name(name): p.grad for name, p in model.named_parameters()}
+        assert grads.keys() == want_grads.keys(), variant
+        missing = [name for name, grad in grads.items() if grad is None or not grad.norm() > 0]
+        assert not missing, (variant, missing)
+        difference = torch.stack([(grads[name] - w).norm() for name, w in want_grads.items()]).norm()
+        whole = torch.stack([w.norm() for w in want_grads.values()]).norm()
+        errors[variant] = {
+            "logits_error": round(((logits - want).norm() / want.norm()).item(), 5),
+            "gradient_error": round((difference / whole).item(), 5),
+        }
+        del model, forward, grads
+        free_memory()
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    return errors
+
+
+def time_step(size: str, batch: int, variant: str, *, steps: int, warmup: int) -> dict[str, float]:
+    """Median seconds of a whole step by CUDA events, and the peak of memory."""
+    import torch
+    import torch.nn.functional as F
+
+    torch._dynamo.reset()
+    model, forward = build_variant(size, **VARIANTS[variant])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    images = torch.randn(batch, 3, 224, 224, device="cuda")
+    labels = torch.randint(0, 1000, (batch,), device="cuda")
+
+    def step() -> None:
+        F.cross_entropy(forward(images).float(), labels).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(warmup):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    seconds = statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
+    return {
+        "step_time_s": round(seconds, 5),
+        "images_per_second": round(batch / seconds, 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+    }
+
+
+def free_memory() -> None:
+    """Give back what went out of scope, before the next model."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def gemm_rate() -> float:
+    """TFLOP/s of an 8192-cubed BF16 matrix product on random data: what this very card can do."""
+    import torch
+
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(20):
+        a @ b
+    end.record()
+    torch.cuda.synchronize()
+    return 2 * 8192**3 * 20 / (start.elapsed_time(end) / 1e3) / 1e12
+
+
+def step(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare gradients, then time, size by size."""
+    variants = [name for name in VARIANTS if re.search(args.variants, name)]
+    results: dict[str, Any] = {"gemm_tflops": round(gemm_rate(), 1), "rows": []}
+    for size in args.sizes:
+        name, _, batch = size.partition(":")
+        batch = int(batch or SIZES[name])
+        errors = compare_gradients(name, variants)
+        for variant in variants:
+            row = {"model": name, "batch": batch, "variant": variant} | errors[variant]
+            row |= time_step(name, batch, variant, steps=args.steps, warmup=args.warmup)
+            free_memory()
+            results["rows"].append(row)
+            print(json.dumps(row), flush=True)
+    return results
+
+
+KERNELS = {  # first match counts
+    "communication": "nccl",
+    "attention": "flash|fmha|sdpa|cudnn.*attn|softmax",
+    "matrix products": "gemm|nvjet|cutlass|xmma|cublas|splitK",
+    "layer norm": "layer_?norm|ln_|rmsnorm|norm_bwd|norm_fwd|Norm",
+    "FP8 casts and scales": "quantize|amax|cast|transpose|fp8|scale",
+    "optimizer": "adam|multi_tensor_apply",
+    "copies": "Memcpy|Memset|copy|Cat|cat_|split_with_sizes|chunk_cat",
+}
+
+
+def profile(args: argparse.Namespace) -> dict[str, Any]:
+    """Run one entrypoint under torch.profiler in this process and add up the kernels of its last steps."""
+    import schema
+
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.profiler import ProfilerActivity, schedule
+
+    if not torch.cuda.is_available():
+        sys.exit("error: profile needs a GPU")
+    config_name, overrides = "L0_sanity", list(args.overrides)
+    if "--config-name" in overrides:
+        at = overrides.index("--config-name")
+        config_name = overrides[at + 1]
+        del overrides[at : at + 2]
+    # One folder for all ranks; what a run writes there is of no interest.
+    folder = Path(tempfile.gettempdir()) / f"profile-{os.environ.get('MASTER_PORT', os.getpid())}"
+    output = [f"output_dir={folder}", "checkpoint.ckpt_dir=null", "evaluation.every_n_steps=null"]
+    cfg = schema.load_config(config_name, [*overrides, *output, "logger.frequency=1000"], script=args.script)
+    # The optimizer takes a step or two before the first of the run; the last ones are not needed.
+    wait = cfg.num_train_steps - args.steps - 2
+    found: list[dict[str, Any]] = []
+    with torch.profiler.profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
+        schedule=schedule(wait=wait, warmup=1, active=args.steps, repeat=1),
+        on_trace_ready=lambda profiler: found.append(summarise(profiler.events(), args.steps)),
+    ) as profiler:
+        register_optimizer_step_post_hook(lambda *_: profiler.step())
+        importlib.import_module(args.script).main(cfg)
+    shutil.rmtree(folder, ignore_errors=True)
+    return found[0]
+
+
+def summarise(events: Any, steps: int) -> dict[str, Any]:
+    """Milliseconds a step: by kind of kernel, communication that nothing else hides, and an idle GPU."""
+    from torch.autograd import DeviceType
+
+    kernels = sorted(
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in events
+        if e.device_type == DeviceType.CUDA and not e.name.startswith(("ProfilerStep", "nccl:", "## "))
+    )
+    kinds: dict[str, float] = dict.fromkeys([*KERNELS, "pointwise and other"], 0.0)
+    compute, everything = [], []
+    for start, end, name in kernels:
+        kind = next((k for k, pattern in KERNELS.items() if re.search(pattern, name)), "pointwise and other")
+        kinds[kind] += end - start
+        everything.append((start, end))
+        if kind != "communication":
+            compute.append((start, end))
+    window = kernels[-1][1] - kernels[0][0]
+    busy, computing = covered(everything), covered(compute)
+    per_step = {kind: round(time / 1e3 / steps, 2) for kind, time in kinds.items()}
+    return {
+        "step_ms": round(window / 1e3 / steps, 2),
+        "kernels_ms": per_step,
+        "communication_not_hidden_ms": round((busy - computing) / 1e3 / steps, 2),
+        "gpu_idle_ms": round((window - busy) / 1e3 / steps, 2),
+        "kernels_a_step": len(kernels) // steps,
+    }
+
+
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """Length of the union of sorted intervals."""
+    total, until = 0.0, float("-inf")
+    for start, end in intervals:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def plot(args: argparse.Namespace) -> None:
+    """Loss over steps, a line for each entrypoint of each result file of `train`."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for path in args.files:
+        for script, result in json.loads(path.read_text())["results"].items():
+            steps = sorted(result["losses"], key=int)
+            label = f"{path.stem} {script}: {result['losses'][steps[-1]]:.3f}"
+            axes.plot([int(s) for s in steps], [result["losses"][s] for s in steps], label=label, linewidth=1)
+    axes.set(xlabel="step", ylabel="train/loss")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(args.output, dpi=120)
+
+
 def main() -> None:
     """Parse, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,10 +419,30 @@ def main() -> None:
     sub.add_argument("--timeout", type=float, default=300, help="seconds a script")
     sub.add_argument("--output", type=Path, required=True)
     sub.add_argument("overrides", nargs="*", help="after --: the entrypoints' own arguments")
+    sub = commands.add_parser("step", help="one GPU's step: our blocks beside timm's and TransformerEngine's bare ones")
+    sub.add_argument("--sizes", nargs="+", default=list(SIZES), help="base_patch16:512 ...")
+    sub.add_argument("--variants", default=".", help="a regular expression over the variants' names")
+    sub.add_argument("--steps", type=int, default=15)
+    sub.add_argument("--warmup", type=int, default=6)
+    sub.add_argument("--output", type=Path, required=True)
+    sub = commands.add_parser("profile", help="where a step's time goes; under torchrun for more than one GPU")
+    sub.add_argument("--script", required=True)
+    sub.add_argument("--steps", type=int, default=4)
+    sub.add_argument("--output", type=Path, required=True)
+    sub.add_argument("overrides", nargs="*")
+    sub = commands.add_parser("plot", help="loss curves of result files of `train`")
+    sub.add_argument("files", nargs="+", type=Path)
+    sub.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    report = {"meta": provenance(), "results": train(args)}
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    if args.what == "plot":
+        plot(args)
+        return
+    report = {"meta": provenance(), "results": {"train": train, "step": step, "profile": profile}[args.what](args)}
+    if int(os.environ.get("RANK", "0")) == 0:
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        if args.what == "profile":
+            print(json.dumps(report["results"]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,184 @@
+"""TransformerEngine: its import, its FP8 recipes, and what FP8 needs around the layers.
+
+FP8 multiplies in 8 bits: every operand is scaled to fit, by a factor a tensor (delayed and current scaling) or a block.
+The linear layers of the blocks are quantized; residual stream, norms, attention, patch embedding and head stay in BF16
+or FP32. Delayed scaling takes the factor from the largest values of past steps, and so has a state.
+"""
+
+from schema import ConfigError, Fp8Config
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def transformer_engine() -> ModuleType:
+    """transformer_engine.pytorch, imported where it is asked for.
+
+    Raises:
+        ConfigError: it is not installed, or its import fails; then with the first line of its own message.
+    """
+    try:
+        return importlib.import_module("transformer_engine.pytorch")
+    except ModuleNotFoundError as error:
+        if error.name and error.name.split(".")[0] == "transformer_engine":
+            raise ConfigError(
+                "model.transformer_engine=true, but TransformerEngine is not installed: "
+                "pip install --no-build-isolation -r requirements-gpu.txt"
+            ) from None
+        raise ConfigError(f"model.transformer_engine=true, but its import fails: {error}") from error
+    except (ImportError, OSError, RuntimeError) as error:  # a library of the wrong version: cuDNN, torch, CUDA
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"model.transformer_engine=true, but its import fails: {first_line}") from error
+
+
+def recipe(cfg: Fp8Config) -> Any | None:
+    """TransformerEngine's recipe object of a config; None where FP8 is off.
+
+    Raises:
+        ConfigError: the GPU cannot do it, or TransformerEngine refuses the arguments.
+    """
+    if not cfg.enabled:
+        return None
+    engine = transformer_engine()
+    is_available = {
+        "DelayedScaling": engine.is_fp8_available,
+        "Float8CurrentScaling": engine.is_fp8_available,
+        "Float8BlockScaling": engine.is_fp8_block_scaling_available,
+        "MXFP8BlockScaling": engine.is_mxfp8_available,
+        "NVFP4BlockScaling": engine.is_nvfp4_available,
+    }[cfg.fp8_recipe]
+    possible, reason = is_available(return_reason=True)
+    if not possible:
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        raise ConfigError(
+            f"fp8_config.fp8_recipe={cfg.fp8_recipe} on a GPU of compute capability {capability}: "
+            f"{reason.rstrip('.')}; use DelayedScaling or Float8CurrentScaling"
+        )
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    arguments = cfg.arguments()
+    if cfg.fp8_format is not None:
+        arguments["fp8_format"] = recipes.Format[cfg.fp8_format]
+    try:
+        return getattr(recipes, cfg.fp8_recipe)(**arguments)
+    except (AssertionError, TypeError) as error:
+        raise ConfigError(f"fp8_config.fp8_recipe_kwargs={cfg.arguments()}: {str(error).splitlines()[0]}") from error
+
+
+def default_device() -> str:
+    """The default device of torch, in the form that TransformerEngine wants.
+
+    Its own default is "cuda" whatever torch's is, and it leaves weights without storage for "meta" but not for
+    torch.device("meta"), which it compares with the string (2.20).
+    """
+    return str(torch.get_default_device())
+
+
+def quantized_weights(recipe: Any | None, *, enabled: bool) -> contextlib.AbstractContextManager:
+    """Layers built inside hold FP8 weights only; their full values are kept aside until a strategy takes them."""
+    if not enabled:
+        return contextlib.nullcontext()
+    return transformer_engine().quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True)
+
+
+def row_multiple(recipe: Any | None) -> int:
+    """Rows (images x tokens) of a matrix product must be a multiple of this.
+
+    TransformerEngine 2.20 asks for 8 in words (assert_dim_for_fp8_exec), but the weight gradient's product, whose
+    leading dimension they are, fails unless it is 16 (CanonicalizeGemmInput in cublaslt_gemm.cu, seen on an H100). The
+    other two are from transformer_engine.pytorch.quantization.get_align_size_for_quantization.
+    """
+    if recipe is None:
+        return 1
+    return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16
+
+
+def on_rows(layer: nn.Module, x: torch.Tensor, multiple: int, **kwargs: Any) -> torch.Tensor:
+    """layer(x), (..., D) -> (..., D'), with rows added inside to a multiple of `multiple` and cut off outside.
+
+    What is added is the last row again, so that no tensor's largest value changes, and with it no scale; its gradient
+    is zero.
+    """
+    rows = x.flatten(0, -2)
+    missing = -len(rows) % multiple
+    if not missing:
+        return layer(x, **kwargs)
+    filled = torch.cat([rows, rows[-1:].expand(missing, -1)])
+    return layer(filled, **kwargs)[: len(rows)].unflatten(0, x.shape[:-1])
+
+
+@contextlib.contextmanager
+def quantized(recipe: Any | None, state: dict[str, torch.Tensor]) -> Iterator[None]:
+    """The context of one pass through the blocks: FP8 by `recipe`, or nothing for None.
+
+    Without gradients (in evaluation) delayed scaling's state is left as it was found: TransformerEngine notes the
+    largest values in row 0 of the history in every pass, and the next training step would count them as its own.
+    """
+    if recipe is None:
+        yield
+        return
+    noted = [] if torch.is_grad_enabled() else [t[0] for name, t in state.items() if "amax_history" in name]
+    before = [row.clone() for row in noted]
+    with transformer_engine().autocast(recipe=recipe):
+        yield
+    if noted:
+        torch._foreach_copy_(noted, before)
+
+
+@torch.no_grad()
+def scaling_state(model: nn.Module, recipe: Any | None) -> dict[str, torch.Tensor]:
+    """Delayed scaling's live tensors, created if need be: "<layer>.<scale | amax_history>_<fwd | bwd>".
+
+    Empty for the other recipes, which have no state. Ranks hold the same values, because TransformerEngine reduces the
+    largest values over the job. These tensors stand in for `_extra_state`, whose size changes at the first FP8 forward
+    pass (TransformerEngine 2.20).
+    """
+    if recipe is None or not recipe.delayed():
+        return {}
+    engine = transformer_engine()
+    state = {}
+    with engine.autocast(recipe=recipe):
+        for name, module in model.named_modules():
+            if not isinstance(module, engine.LayerNormLinear | engine.Linear | engine.LayerNormMLP):
+                continue
+            module.init_fp8_metadata(num_gemms=2 if isinstance(module, engine.LayerNormMLP) else 1)
+            for way in ("fwd", "bwd"):
+                scaling = module.fp8_meta[f"scaling_{way}"]
+                state[f"{name}.scale_{way}"] = scaling.scale
+                state[f"{name}.amax_history_{way}"] = scaling.amax_history
+    return state
+
+
+def forget_earlier_models() -> None:
+    """Empty TransformerEngine's process-wide list of layers whose scales it updates.
+
+    A process that trains more than once (tests do) would otherwise keep the earlier models alive and update them.
+    """
+    importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
+
+
+def log_attention_backend() -> None:
+    """Let TransformerEngine's logger say which attention backend it chose, each choice once."""
+    logger = logging.getLogger("DotProductAttention")
+    logger.setLevel(logging.INFO)
+    for old in list(logger.filters):
+        logger.removeFilter(old)
+    logger.addFilter(_once())
+
+
+def _once() -> Callable[[logging.LogRecord], bool]:
+    seen = set()
+
+    def is_news(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        is_new = text not in seen
+        seen.add(text)
+        return is_new and (text.startswith("Running with") or record.levelno >= logging.WARNING)
+
+    return is_news
