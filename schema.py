@@ -287,14 +287,14 @@ class MfsdpConfig:
 class Fp8RecipeKwargs:
     """Arguments of transformer_engine.common.recipe's classes; None = TransformerEngine's own value.
 
-    Not among them: FP8 attention (fp8_dpa, fp8_mha: beta in TransformerEngine 2.20), reduce_amax (scales that differ
-    over ranks could not be saved as one), and what TransformerEngine reads from environment variables.
+    Not among them: FP8 attention (fp8_dpa, fp8_mha: beta in TransformerEngine 2.20), backward_override (LayerNormMLP
+    lacks it there), reduce_amax (scales that differ over ranks could not be saved as one), and what TransformerEngine
+    reads from environment variables.
     """
 
     margin: NonNegativeInt | None
     amax_history_len: PositiveInt | None
     amax_compute_algo: Literal["max", "most_recent"] | None
-    backward_override: Literal["high_precision", "dequantized"] | None
     x_block_scaling_dim: Literal[1, 2] | None
     w_block_scaling_dim: Literal[1, 2] | None
     grad_block_scaling_dim: Literal[1, 2] | None
@@ -319,14 +319,8 @@ class Fp8Config:
     def __post_init__(self) -> None:
         known = {
             "DelayedScaling": ("margin", "amax_history_len", "amax_compute_algo"),
-            "Float8CurrentScaling": ("backward_override",),
-            "Float8BlockScaling": (
-                *("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"),
-                "backward_override",
-            ),
-            "MXFP8BlockScaling": ("backward_override",),
-            "NVFP4BlockScaling": (),
-        }[self.fp8_recipe]
+            "Float8BlockScaling": ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim"),
+        }.get(self.fp8_recipe, ())
         for name, value in self.arguments().items():
             if name not in known:
                 raise ConfigError(

@@ -10,6 +10,7 @@ from schema import ConfigError, Fp8Config
 import contextlib
 import importlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -19,11 +20,14 @@ from torch import nn
 
 
 def transformer_engine() -> ModuleType:
-    """transformer_engine.pytorch, imported where it is asked for.
+    """transformer_engine.pytorch, imported where it is asked for, and told to name the attention that it chooses.
 
     Raises:
         ConfigError: it is not installed, or its import fails; then with the first line of its own message.
     """
+    # It reads these at its import, and sets its logger's level from them again at every choice.
+    os.environ.setdefault("NVTE_DEBUG", "1")
+    os.environ.setdefault("NVTE_DEBUG_LEVEL", "1")
     try:
         return importlib.import_module("transformer_engine.pytorch")
     except ModuleNotFoundError as error:
@@ -164,9 +168,8 @@ def forget_earlier_models() -> None:
 
 
 def log_attention_backend() -> None:
-    """Let TransformerEngine's logger say which attention backend it chose, each choice once."""
+    """Let through what TransformerEngine's logger says of its choice of an attention backend, each choice once."""
     logger = logging.getLogger("DotProductAttention")
-    logger.setLevel(logging.INFO)
     for old in list(logger.filters):
         logger.removeFilter(old)
     logger.addFilter(_once())

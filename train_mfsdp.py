@@ -60,7 +60,8 @@ def main(cfg: Config) -> dict[str, float]:
         )
         preprocess_state_dict_for_uneven_dtensor(dict(module.named_parameters()))  # shards learn where they lie
         module.init_weights(cfg.seed)
-        model.install_optimized_model_weights()  # main weights -> BF16 weights
+        module.reset_scaling()  # the library drew weights of its own, and FP8 ones were measured
+        model.install_optimized_model_weights()  # main weights -> BF16 (or FP8) weights
 
         # Optimizer: after sharding. fully_shard_optimizer takes a step of its own, which must neither decay nor count.
         optimizer = build_optimizer(model, cfg, no_weight_decay=module.no_weight_decay())

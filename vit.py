@@ -36,7 +36,8 @@ class LayerScale(TimmLayerScale):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, N, D) -> (B, N, D)."""
-        return x * self.gamma.to(x.dtype)
+        # Not `to`, which Megatron-FSDP 0.6.1 replaces on its parameters: torch.compile would stumble over it.
+        return x * self.gamma.type_as(x)
 
 
 class DropPath(nn.Module):

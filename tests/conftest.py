@@ -120,8 +120,11 @@ def launch(command, *, nproc=None, timeout=240, cwd=ROOT, env=None):
     )
 
 
-def run_tasks(tasks, *, nproc, folder, timeout=300):
-    """Run `tasks` (see worker.py) in one set of processes; returns name -> outcome of each rank."""
+def run_tasks(tasks, *, nproc, folder, timeout=300, strict=True):
+    """Run `tasks` (see worker.py) in one set of processes; returns name -> outcome of each rank.
+
+    Without `strict`, a task that fails is left to the tests that look at it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tasks.json").write_text(json.dumps(tasks))
     done = launch([ROOT / "tests/worker.py", folder / "tasks.json", folder], nproc=nproc, timeout=timeout)
@@ -133,7 +136,7 @@ def run_tasks(tasks, *, nproc, folder, timeout=300):
     }
     for task in tasks:
         errors = [rank["error"] for rank in outcomes[task["name"]] if "error" in rank]
-        assert task.get("may_fail") or not errors, f"{task['name']}: {errors}"
+        assert task.get("may_fail") or not errors or not strict, f"{task['name']}: {errors}"
     return outcomes
 
 

@@ -323,7 +323,7 @@ REFUSED = {
     "another recipe's argument": (
         "fp8_config.fp8_recipe=Float8CurrentScaling fp8_config.fp8_recipe_kwargs.margin=1",
         "fp8_config.fp8_recipe_kwargs.margin=1",
-        "Float8CurrentScaling takes backward_override",
+        "Float8CurrentScaling takes none of them",
         "null",
     ),
     "FP8 attention": ("fp8_config.fp8_recipe_kwargs.fp8_dpa=true", "fp8_recipe_kwargs.fp8_dpa", "unknown"),

@@ -25,14 +25,13 @@ FP8 = [name for name in GRID if name != "bf16"]
 WHOLE = "lr_scheduler.num_training_steps=20"
 WEIGHTS = "fp8_config.quantized_model_init=true"
 ARGUMENTS = {
-    "delayed": ["fp8_config.fp8_format=E4M3"],
-    "delayed ": ["fp8_config.fp8_recipe_kwargs={margin:1,amax_history_len:4,amax_compute_algo:most_recent}"],
-    "current": ["fp8_config.fp8_recipe_kwargs.backward_override=high_precision"],
-    "block": ["fp8_config.fp8_format=HYBRID"],
-    "block ": ["fp8_config.fp8_recipe_kwargs={w_block_scaling_dim:1,backward_override:dequantized}"],
+    "e4m3": [*DELAYED, "fp8_config.fp8_format=E4M3"],
+    "short-history": [*DELAYED, "fp8_config.fp8_recipe_kwargs.amax_history_len=2"],
+    "most-recent": [*DELAYED, "fp8_config.fp8_recipe_kwargs.amax_compute_algo=most_recent"],
+    "margin": [*DELAYED, "fp8_config.fp8_recipe_kwargs.margin=2"],
+    "block-hybrid": [*BLOCK, "fp8_config.fp8_format=HYBRID"],
+    "block-dims": [*BLOCK, "fp8_config.fp8_recipe_kwargs.w_block_scaling_dim=1"],
 }
-
-
 VARIED = [("train_ddp", "delayed"), ("train_ddp", "current"), ("train_fsdp2", "delayed"), ("train_mfsdp", "delayed")]
 # Images a GPU and pass, of 18 tokens each: rows that are no multiple of 16. 23 validation images come in such batches.
 ODD = [
@@ -53,8 +52,8 @@ def runs(pictures, tmp_path_factory):
     def start(nproc):
         folder = tmp_path_factory.mktemp(f"fp8_{nproc}")
         first, second = _tasks(nproc, pictures, folder)
-        outcomes = run_tasks(first, nproc=nproc, folder=folder, timeout=420)
-        return outcomes | run_tasks(second, nproc=nproc, folder=folder, timeout=240), folder
+        outcomes = run_tasks(first, nproc=nproc, folder=folder, timeout=420, strict=False)
+        return outcomes | run_tasks(second, nproc=nproc, folder=folder, timeout=240, strict=False), folder
 
     return start
 
@@ -86,7 +85,7 @@ def _tasks(nproc, pictures, folder):
         odd = ["num_train_steps=3", f"global_batch_size={images * nproc}", unsaved]
         first.append(task(f"{script}-{name}-odd", script, *odd, *GRID[name]))
     for name, overrides in ARGUMENTS.items():
-        first.append(task(f"arguments-{name}", "train_ddp", *five, *GRID[name.strip()], *overrides))
+        first.append(task(f"arguments-{name}", "train_ddp", *five, *overrides))
     for classes in (3, 10, 1000):
         noise = ["data.source=synthetic", "data.num_synthetic_train=96", "data.num_synthetic_val=9"]
         noise += [f"model.num_classes={classes}", "num_train_steps=2", "data.path=null", unsaved]
@@ -107,6 +106,11 @@ def _tasks(nproc, pictures, folder):
 
 def losses(folder, name):
     return column(folder, name, "train/loss")
+
+
+def test_every_run_ends_well(runs, nproc):
+    outcomes, _ = runs(nproc)
+    assert not {name: ranks[0]["error"] for name, ranks in outcomes.items() if "error" in ranks[0]}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -179,7 +183,7 @@ def test_bf16_and_fp8_runs_resume_each_other(runs, nproc):
 
 @pytest.mark.parametrize(("script", "recipe"), VARIED)
 def test_weights_are_quantized_once_a_step(runs, nproc, script, recipe):
-    """4 microbatches, 5 steps, 4 blocks of 4 weights: DDP adds the pass that settles its buckets.
+    """Of 4 microbatches, 5 steps and 4 blocks of 4 weights. DDP adds the pass that settles its buckets.
 
     FSDP2 frees a block's weights after each pass, and TransformerEngine keeps no FP8 copy there.
     """
@@ -216,7 +220,8 @@ def test_any_number_of_classes_works(runs, nproc, classes):
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_recipe_arguments_do_something(runs, nproc, name):
     _, folder = runs(nproc)
-    want, got = losses(folder, f"train_ddp-{name.strip()}")[:5], losses(folder, f"arguments-{name}")
+    base = "block" if name.startswith("block") else "delayed"
+    want, got = losses(folder, f"train_ddp-{base}")[:5], losses(folder, f"arguments-{name}")
     assert got == pytest.approx(want, abs=0.1)
     assert got != want
 

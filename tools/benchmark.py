@@ -5,7 +5,7 @@
 
     python tools/benchmark.py step --output benchmarks/h100_step.json
     torchrun --standalone --nproc-per-node 2 tools/benchmark.py profile --script train_fsdp2 --output p.json -- \
-        --config-name vit_te_large_patch16_224 data=synthetic num_epochs=null num_train_steps=12
+        --config-name vit_te_large_patch16_224 data=synthetic num_epochs=null num_train_steps=30
     python tools/benchmark.py plot benchmarks/curve_*.json --output benchmarks/curves.png
 
 `train` runs the three entrypoints one after the other, each in processes of its own, with the same overrides, and reads
@@ -339,18 +339,30 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     folder = Path(tempfile.gettempdir()) / f"profile-{os.environ.get('MASTER_PORT', os.getpid())}"
     output = [f"output_dir={folder}", "checkpoint.ckpt_dir=null", "evaluation.every_n_steps=null"]
     cfg = schema.load_config(config_name, [*overrides, *output, "logger.frequency=1000"], script=args.script)
-    # The optimizer takes a step or two before the first of the run; the last ones are not needed.
+    # The optimizer takes a step or two before the first of the run; the last ones are not needed. What comes between
+    # the warm-up and the profile is timed without it.
     wait = cfg.num_train_steps - args.steps - 2
+    marks: dict[int, float] = {args.warmup: 0.0, wait: 0.0}
+    count = itertools.count(1)
     found: list[dict[str, Any]] = []
+
+    def after_step(*_: Any) -> None:
+        if (number := next(count)) in marks:
+            torch.cuda.synchronize()
+            marks[number] = time.perf_counter()
+        profiler.step()
+
     with torch.profiler.profile(
         activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
         schedule=schedule(wait=wait, warmup=1, active=args.steps, repeat=1),
         on_trace_ready=lambda profiler: found.append(summarise(profiler.events(), args.steps)),
     ) as profiler:
-        register_optimizer_step_post_hook(lambda *_: profiler.step())
+        register_optimizer_step_post_hook(after_step)
         importlib.import_module(args.script).main(cfg)
     shutil.rmtree(folder, ignore_errors=True)
-    return found[0]
+    step_time = (marks[wait] - marks[args.warmup]) / (wait - args.warmup)
+    timed = {"step_time_s": round(step_time, 5), "images_per_second": round(cfg.global_batch_size / step_time, 1)}
+    return {"script": args.script, "timed": timed, "profiled": found[0]}
 
 
 def summarise(events: Any, steps: int) -> dict[str, Any]:
@@ -427,9 +439,10 @@ def main() -> None:
     sub.add_argument("--output", type=Path, required=True)
     sub = commands.add_parser("profile", help="where a step's time goes; under torchrun for more than one GPU")
     sub.add_argument("--script", required=True)
-    sub.add_argument("--steps", type=int, default=4)
+    sub.add_argument("--warmup", type=int, default=8)
+    sub.add_argument("--steps", type=int, default=4, help="profiled ones, near the end of the run")
     sub.add_argument("--output", type=Path, required=True)
-    sub.add_argument("overrides", nargs="*")
+    sub.add_argument("overrides", nargs="*", help="after --: the entrypoint's own arguments; num_train_steps above 16")
     sub = commands.add_parser("plot", help="loss curves of result files of `train`")
     sub.add_argument("files", nargs="+", type=Path)
     sub.add_argument("--output", type=Path, required=True)
