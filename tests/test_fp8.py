@@ -222,7 +222,8 @@ def test_recipe_arguments_do_something(runs, nproc, name):
     _, folder = runs(nproc)
     base = "block" if name.startswith("block") else "delayed"
     want, got = losses(folder, f"train_ddp-{base}")[:5], losses(folder, f"arguments-{name}")
-    assert got == pytest.approx(want, abs=0.1)
+    # E4M3's gradients vanish in delayed scaling's first step, whose scales are 1: half a unit of loss in step 2.
+    assert got == pytest.approx(want, abs=0.6 if name == "e4m3" else 0.1)
     assert got != want
 
 

@@ -64,6 +64,11 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def write(output: Path, results: Any) -> None:
+    """The result file, with what it takes to measure again."""
+    output.write_text(json.dumps({"meta": provenance(), "results": results}, indent=1) + "\n")
+
+
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Run the entrypoints and gather their metrics."""
     results = {}
@@ -306,6 +311,7 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
             free_memory()
             results["rows"].append(row)
             print(json.dumps(row), flush=True)
+            write(args.output, results)  # what there is so far, should the next one fail
     return results
 
 
@@ -451,11 +457,11 @@ def main() -> None:
     if args.what == "plot":
         plot(args)
         return
-    report = {"meta": provenance(), "results": {"train": train, "step": step, "profile": profile}[args.what](args)}
+    results = {"train": train, "step": step, "profile": profile}[args.what](args)
     if int(os.environ.get("RANK", "0")) == 0:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        write(args.output, results)
         if args.what == "profile":
-            print(json.dumps(report["results"]), flush=True)
+            print(json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":
