@@ -143,7 +143,6 @@ class TEAttention(nn.Module):
         head_width = width // cfg.num_heads
         device = te.default_device()
         self.qkv = engine.LayerNormLinear(width, 3 * width, eps=cfg.norm_eps, bias=cfg.qkv_bias, device=device)
-        self.qk_norm = cfg.qk_norm
         self.q_norm, self.k_norm = (
             nn.LayerNorm(head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity() for _ in range(2)
         )
@@ -160,12 +159,10 @@ class TEAttention(nn.Module):
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
         """(B, N, D) -> (B, N, D)."""
         options = {"multiple": self.row_multiple, "is_first_microbatch": is_first_microbatch}
-        qkv = on_rows(self.qkv, x, **options).unflatten(-1, (3, self.num_heads, -1))  # B N 3D -> B N 3 H K
-        if self.qk_norm:
-            q, k, v = qkv.unbind(2)  # B N H K
-            x = self.core(self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v)  # autocast norms in FP32
-        else:
-            x = self.core(qkv_layer=qkv)  # packed, so that its gradient is one tensor too and need not be put together
+        qkv = on_rows(self.qkv, x, **options).unflatten(-1, (3 * self.num_heads, -1))  # B N 3D -> B N 3H K
+        q, k, v = te.split_heads(qkv, self.num_heads)  # B N H K
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast norms in FP32
+        x = self.core(q, k, v)
         return self.proj_drop(on_rows(self.proj, x, **options))
 
 

@@ -142,7 +142,7 @@ def build_variant(size: str, *, kind: str, te: bool = False, recipe: str | None 
         vit.prepare_blocks(model, activation_checkpointing=False, compile=compile)
     else:
         block = {"block_fn": bare_block()} if kind == "bare" else {}
-        model = timm.create_model(f"vit_{size}_224", act_layer="gelu_tanh", **block).cuda()
+        model = timm.create_model(f"vit_{size}_224", num_classes=1000, act_layer="gelu_tanh", **block).cuda()
         if compile:
             for each in model.blocks:
                 each.compile()
@@ -209,7 +209,7 @@ def compare_gradients(size: str, variants: list[str]) -> dict[str, dict[str, flo
     torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
     images, labels = torch.randn(16, 3, 224, 224, device="cuda"), torch.randint(0, 1000, (16,), device="cuda")
-    reference = timm.create_model(f"vit_{size}_224", act_layer="gelu_tanh").cuda().train()
+    reference = timm.create_model(f"vit_{size}_224", num_classes=1000, act_layer="gelu_tanh").cuda().train()
     want = reference(images)
     F.cross_entropy(want, labels).backward()
     want_grads = {name: p.grad for name, p in reference.named_parameters()}
@@ -410,20 +410,31 @@ def covered(intervals: list[tuple[float, float]]) -> float:
 
 
 def plot(args: argparse.Namespace) -> None:
-    """Loss over steps, a line for each entrypoint of each result file of `train`."""
+    """Loss over steps, a line for each entrypoint of each result file of `train`; below, minus the first one's."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5))
+    curves = {}
+    # Character by character, as this function does it, is what file names of one measurement share.
+    prefix = os.path.commonprefix([path.stem for path in args.files])  # noqa: RUF071
     for path in args.files:
-        for script, result in json.loads(path.read_text())["results"].items():
-            steps = sorted(result["losses"], key=int)
-            label = f"{path.stem} {script}: {result['losses'][steps[-1]]:.3f}"
-            axes.plot([int(s) for s in steps], [result["losses"][s] for s in steps], label=label, linewidth=1)
-    axes.set(xlabel="step", ylabel="train/loss")
-    axes.legend()
-    axes.grid(alpha=0.3)
+        results = json.loads(path.read_text())["results"]
+        for script, result in results.items():
+            name = path.stem.removeprefix(prefix) or path.stem
+            losses = {int(number): loss for number, loss in result["losses"].items()}
+            curves[name if len(results) == 1 else f"{name} {script}"] = losses
+    figure, (top, bottom) = plt.subplots(2, figsize=(8, 7), sharex=True, height_ratios=(3, 2))
+    first_name, first = next(iter(curves.items()))
+    for name, losses in curves.items():
+        last = statistics.mean(list(losses.values())[-20:])
+        top.plot(losses.keys(), losses.values(), label=f"{name}: {last:.4f} over the last 20", linewidth=1)
+        bottom.plot(losses.keys(), [losses[number] - first[number] for number in losses], linewidth=1)
+    top.set(ylabel="train/loss")
+    bottom.set(xlabel="step", ylabel=f"minus that of {first_name}")
+    top.legend()
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(args.output, dpi=120)
+    figure.savefig(args.output, dpi=100)
 
 
 def main() -> None:
