@@ -1,7 +1,7 @@
-"""Save, resume, prune, export. A checkpoint is complete or not there.
+"""Save, resume, prune. A checkpoint is complete or not there.
 
     <ckpt_dir>/step_00000100/      torch.distributed.checkpoint (DCP) files: tensors, and .metadata
-                state.json         step, run id, model and FP8 config, class names: plain JSON
+                state.json         step, run id, best result, model config, class names, ...: plain JSON
     <ckpt_dir>/best.json           step and value of the best validation metric; pruning spares that step
     <ckpt_dir>/final_model/        model.safetensors with timm's names, config.json that timm builds from
 
@@ -9,34 +9,42 @@ One key space for all strategies: `model.<timm name>` and `optim.<timm name>.<ex
 delayed scaling also `fp8.<layer>.<scale | amax_history>_<fwd | bwd>`, which a run with other settings does without. The
 tensors handed to DCP are the live ones (DTensors where sharded), so a load writes straight into them, whatever strategy
 and world size wrote the files. Hyper-parameters come from the config, never from a checkpoint.
+
+Where a run starts: from the newest checkpoint in ckpt_dir that is whole; without one, from checkpoint.init_from, which
+gives weights only; without that, from drawn weights.
 """
 
-from schema import Config, ConfigError, pair
+from schema import Config, ConfigError, RunError
 
+import concurrent.futures
 import dataclasses
 import json
 import logging
 import os
-import re
+import pickle
 import shutil
+import time
 import uuid
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
-from distributed import Session, set_status, to_local, to_plain, write_json
+import weights
+from distributed import Session, local_slice, set_status, to_local, to_plain, together, write_json
 from imagenet_dataset import sizes
 from vit import timm_name
+from weights import STEP_FOLDER
 
 logger = logging.getLogger(__name__)
-STEP_FOLDER = re.compile(r"step_(\d{8,})")
 # Options of the model that change no weight and no logit in evaluation: a resumed run may change them.
 FREE_OPTIONS = {f"{where}drop_rate" for where in ("", "pos_", "patch_", "proj_", "attn_")}
 FREE_OPTIONS |= {"drop_path_rate", "transformer_engine"}
@@ -76,6 +84,10 @@ class TrainState:
                 states[name]["step"].fill_(step)
         return {"model": self.weights, "optim": states} | ({"fp8": self.scaling} if self.scaling else {})
 
+    def num_bytes(self) -> int:
+        """What a checkpoint of the whole job takes on the disk, in bytes."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in _leaves(self.tensors(step=0)))
+
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
@@ -87,22 +99,26 @@ class Resumed:
 
 
 def restore(state: TrainState, cfg: Config, session: Session) -> Resumed:
-    """Load the newest complete checkpoint into `state`; without one, or with resuming off, start at step 0.
+    """Put `state` where the run goes on from: a checkpoint, `init_from`, or the drawn weights as they are.
 
-    All ranks load what rank 0 found.
+    All ranks load what rank 0 found. Checks first that checkpoints can be written at all.
 
     Raises:
-        ConfigError: the checkpoint is of another model, another class list or another optimizer.
+        ConfigError: the folder cannot take checkpoints; the checkpoint is of another model, another class list or
+            another optimizer; `init_from` does not fit the model.
     """
+    if cfg.checkpoint.ckpt_dir is not None:
+        _preflight(state, Path(cfg.checkpoint.ckpt_dir), session)
     found: list[Any] = [None]
     if session.is_main:
         found = [_find(cfg)]
     dist.broadcast_object_list(found)
-    folder, run_id, best = found[0]
-    if folder is None:
-        return Resumed(0, run_id, None)
+    if found[0] is None:
+        if cfg.checkpoint.init_from is not None:
+            together(lambda: _init_from(state, cfg), error=ConfigError)
+        return Resumed(0, _same_everywhere(uuid.uuid4().hex[:12]), None)
 
-    saved = json.loads((folder / "state.json").read_text())
+    folder, saved = found[0]
     tensors = state.tensors(saved["step"])
     _check_same(saved, tensors, folder, cfg)
     if "fp8" in tensors and not _has_scaling(saved, state.scaling, folder, cfg):
@@ -110,20 +126,108 @@ def restore(state: TrainState, cfg: Config, session: Session) -> Resumed:
         logger.warning("%s has no scales for this FP8 recipe: they are found anew in the first steps", folder)
     dcp.load(tensors, checkpoint_id=folder)
     state.after_load()
+    if session.is_main:
+        _write_best(folder.parent, saved["best"])
     logger.info("resumed from %s (step %d)", folder, saved["step"])
-    return Resumed(saved["step"], saved["run_id"], best)
+    return Resumed(saved["step"], saved["run_id"], saved["best"])
 
 
-def _find(cfg: Config) -> tuple[Path | None, str, dict[str, Any] | None]:
-    """Rank 0's decision: the folder to resume from, the id of the run, the best result so far."""
-    if cfg.checkpoint.ckpt_dir is not None:
-        ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
-        if not cfg.checkpoint.resume_from_checkpoint:
-            _set_aside(ckpt_dir)
-        elif complete := _complete_checkpoints(ckpt_dir, warn=True):
-            folder = complete[max(complete)]
-            return folder, json.loads((folder / "state.json").read_text())["run_id"], _read_best(ckpt_dir)
-    return None, uuid.uuid4().hex[:12], None
+def _same_everywhere(value: str) -> str:
+    """Rank 0's value."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def _preflight(state: TrainState, ckpt_dir: Path, session: Session) -> None:
+    """Refuse a folder that could not take a checkpoint, before the first step rather than at the first save."""
+    name = f".preflight-{_same_everywhere(uuid.uuid4().hex)}"
+    key = f"checkpoint.ckpt_dir={ckpt_dir}"
+
+    def write() -> None:
+        if not session.is_main:
+            return
+        try:
+            ckpt_dir.mkdir(parents=True, exist_ok=True)
+            (ckpt_dir / name).touch()
+        except OSError as error:
+            raise ConfigError(f"{key} cannot be written to ({error.strerror}): give another folder") from None
+        needed, free = state.num_bytes(), shutil.disk_usage(ckpt_dir).free
+        if free < needed:
+            (ckpt_dir / name).unlink()
+            raise ConfigError(
+                f"{key} has {_gib(free)} free, a checkpoint takes {_gib(needed)}: make room or give another folder"
+            )
+
+    def read() -> None:
+        deadline = time.monotonic() + 10  # a network file system may show a new file late
+        while not (ckpt_dir / name).exists():
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            raise ConfigError(
+                f"{key} is not the same folder on every node: rank {session.rank} does not see rank 0's file; "
+                "give a folder on a shared file system"
+            )
+
+    together(write, error=ConfigError)
+    try:
+        together(read, error=ConfigError)
+    finally:
+        if session.is_main:
+            (ckpt_dir / name).unlink()
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
+
+
+def _init_from(state: TrainState, cfg: Config) -> None:
+    """Copy this rank's part of somebody's weights into the model; the optimizer stays at zero."""
+    source = weights.read(cfg.checkpoint.init_from)
+    shapes = {name: weight.shape for name, weight in state.weights.items()}
+    tensors, fresh = weights.fit(source, cfg.model, shapes, sizes(cfg)[2])
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            to_local(state.weights[name]).copy_(local_slice(tensor, state.weights[name]))
+    state.after_load()
+    left = f"; drawn anew: {', '.join(fresh)}" if fresh else ""
+    logger.info("loaded %d of %d tensors from %s%s", len(tensors), len(state.weights), source.description, left)
+
+
+def _find(cfg: Config) -> tuple[Path, dict[str, Any]] | None:
+    """Rank 0's decision: the newest checkpoint that is whole, and its state.json."""
+    if cfg.checkpoint.ckpt_dir is None:
+        return None
+    ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
+    if not cfg.checkpoint.resume_from_checkpoint:
+        _set_aside(ckpt_dir)
+        return None
+    complete = complete_checkpoints(ckpt_dir, warn=True)
+    for step in sorted(complete, reverse=True):
+        if problem := _problem(complete[step]):
+            logger.warning("skipping %s: %s", complete[step], problem)
+        else:
+            return complete[step], json.loads((complete[step] / "state.json").read_text())
+    return None
+
+
+def _problem(folder: Path) -> str | None:
+    """What is wrong with a checkpoint whose files are there: an index that cannot be read, a file cut short."""
+    try:
+        json.loads((folder / "state.json").read_text())["best"]
+        metadata = dcp.FileSystemReader(folder).read_metadata()
+    except (OSError, EOFError, ValueError, LookupError, AttributeError, ImportError, pickle.UnpicklingError) as error:
+        return f"its index cannot be read ({type(error).__name__}: {error})"
+    ends: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in ends.items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if (folder / name).stat().st_size < end:
+            return f"{name} is cut short"
+    return None
 
 
 def _check_same(saved: dict[str, Any], tensors: dict[str, Any], folder: Path, cfg: Config) -> None:
@@ -134,6 +238,10 @@ def _check_same(saved: dict[str, Any], tensors: dict[str, Any], folder: Path, cf
             raise ConfigError(f"{folder} was written with model.{key}={saved['model'].get(key)}, not {value}: {advice}")
     if saved["classes"] != list(sizes(cfg)[2]):
         raise ConfigError(f"{folder} was written with another list of classes than data.path={cfg.data.path}: {advice}")
+    if saved["optimizer"] != cfg.optimizer.name:
+        raise ConfigError(
+            f"{folder} was written with optimizer.name={saved['optimizer']}, not {cfg.optimizer.name}: {advice}"
+        )
     stored = {key: shape for key, shape in _stored_shapes(folder).items() if not key.startswith("fp8.")}
     wanted = {f"model.{name}": tuple(weight.shape) for name, weight in tensors["model"].items()}
     for name, entries in tensors["optim"].items():
@@ -156,60 +264,170 @@ def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return {key: tuple(entry.size) for key, entry in metadata.items()}
 
 
-def save(state: TrainState, cfg: Config, session: Session, *, step: int, run_id: str) -> None:
-    """Write step_<step> on all ranks: under a temporary name, renamed by rank 0 once every rank has written."""
-    ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
-    final = ckpt_dir / f"step_{step:08d}"
-    temporary = final.with_suffix(".tmp")
-    if session.is_main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(state.tensors(step), checkpoint_id=temporary)
-    if session.is_main:
-        content = {
-            "step": step,
+class Saver:
+    """Writes checkpoints: under a temporary name, renamed by rank 0 once every rank has written, then prunes.
+
+    With checkpoint.async_save only a copy to host memory (pinned, where there is CUDA) holds up the training; a thread
+    writes it, one checkpoint at a time. That takes host memory of the size of a rank's part of a checkpoint.
+    """
+
+    def __init__(self, state: TrainState, cfg: Config, session: Session, *, run_id: str) -> None:
+        self.state, self.cfg, self.session = state, cfg, session
+        self.in_flight: concurrent.futures.Future | None = None
+        self.step = 0  # of what was written last, or is being written
+        self.group = None  # None: the job's own
+        if cfg.checkpoint.ckpt_dir is None:
+            return
+        self.ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
+        self.facts = {
             "run_id": run_id,
-            "samples": step * cfg.global_batch_size,
             "model": to_plain(cfg)["model"],
             "fp8_config": to_plain(cfg)["fp8_config"],
+            "optimizer": cfg.optimizer.name,
             "classes": list(sizes(cfg)[2]),
+            "data": {key: to_plain(cfg)["data"][key] for key in ("mean", "std", "interpolation", "crop_pct")},
         }
-        write_json(temporary / "state.json", content)
-        os.replace(temporary, final)
-        set_status(session, "running", step)
-    dist.barrier()
+        if cfg.checkpoint.async_save:
+            self.group = dist.new_group(backend="gloo")  # the thread's collectives must not meet the loop's
+            self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+            self.copies = _host_copies(state.tensors(step=0))  # now: pinning memory takes long
 
+    def save(self, step: int, best: dict[str, Any] | None) -> None:
+        """Write step_<step> on all ranks, or begin to; waits for the one before.
 
-def prune(cfg: Config, session: Session, best: dict[str, Any] | None) -> None:
-    """Delete, on rank 0, all but the `max_checkpoints` newest complete checkpoints and the best one."""
-    if not session.is_main or cfg.checkpoint.max_checkpoints is None:
-        return
-    complete = _complete_checkpoints(Path(cfg.checkpoint.ckpt_dir))
-    for step in sorted(complete)[: -cfg.checkpoint.max_checkpoints]:
-        if best and step == best["step"]:
-            continue
+        Args:
+            step: updates that the state holds.
+            best: the best result so far; if it is this step's, best.json will say so.
+
+        Raises:
+            RunError: on all ranks alike, this save or the one before could not be written, or torchrun is gone.
+        """
+        self.wait()
+        started = time.perf_counter()
+        self.step, temporary = step, self.ckpt_dir / f"step_{step:08d}.tmp"
+
+        def prepare() -> None:
+            if self.session.is_orphan:
+                raise RunError(f"torchrun is gone: stopping before the save of step {step}; start the run again")
+            if self.session.is_main:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+
+        together(prepare)
+        tensors = self.state.tensors(step)
+        if self.cfg.checkpoint.async_save:
+            _copy(tensors, self.copies)
+            self.in_flight = self.thread.submit(self._write, self.copies, temporary, best)
+        else:
+            self._write(tensors, temporary, best)
+            set_status(self.session, "running", step)
+        how = "copied, to be written" if self.in_flight else "saved"
+        logger.info("step %d: %s in %.2f s", step, how, time.perf_counter() - started)
+
+    def wait(self) -> None:
+        """Return when nothing is in flight.
+
+        Raises:
+            RunError: on all ranks alike, what was in flight could not be written.
+        """
+        if self.in_flight is not None:
+            written, self.in_flight = self.in_flight, None
+            written.result()
+            set_status(self.session, "running", self.step)
+
+    def _write(self, tensors: dict[str, Any], temporary: Path, best: dict[str, Any] | None) -> None:
         try:
-            # Renamed first: half a deletion must not look like a checkpoint.
-            doomed = complete[step].with_suffix(".tmp")
-            os.replace(complete[step], doomed)
-            shutil.rmtree(doomed)
-        except OSError as error:
-            logger.warning("could not delete %s: %s", complete[step], error)
+            dcp.save(tensors, checkpoint_id=temporary, process_group=self.group)
+            together(lambda: self._commit(temporary, best) if self.session.is_main else None, group=self.group)
+        except (CheckpointException, RunError) as error:
+            reasons = [wrapped[0] for wrapped in getattr(error, "failures", {}).values()] or [error]
+            raise RunError(
+                f"step {self.step} could not be saved to {self.ckpt_dir}: {str(reasons[0]).splitlines()[0]}; a "
+                f"checkpoint takes {_gib(self.state.num_bytes())}, {_gib(shutil.disk_usage(self.ckpt_dir).free)} are "
+                "free; the checkpoints before it are as they were"
+            ) from None
+
+    def _commit(self, temporary: Path, best: dict[str, Any] | None) -> None:
+        """What rank 0 does when every rank has written."""
+        final = temporary.with_suffix("")
+        samples = self.step * self.cfg.global_batch_size
+        write_json(temporary / "state.json", {"step": self.step, "samples": samples, "best": best} | self.facts)
+        if final.exists():  # and was skipped at the start, so it is damaged
+            final.rename(final.with_suffix(f".damaged-{uuid.uuid4().hex[:6]}"))
+        os.replace(temporary, final)
+        if best and best["step"] == self.step:
+            _write_best(self.ckpt_dir, best)
+        self._prune(best)
+
+    def _prune(self, best: dict[str, Any] | None) -> None:
+        """Delete all but the `max_checkpoints` newest complete checkpoints and the best one, and what was given up."""
+        complete = complete_checkpoints(self.ckpt_dir)
+        newest = self.cfg.checkpoint.max_checkpoints or len(complete)
+        doomed = [complete[step] for step in sorted(complete)[:-newest] if not best or step != best["step"]]
+        # Renamed first: half a deletion must not look like a checkpoint. An earlier one's end is deleted here, too.
+        for folder in [*doomed, *self.ckpt_dir.glob("step_*.tmp")]:
+            if not STEP_FOLDER.fullmatch(folder.stem):
+                continue
+            try:
+                shutil.rmtree(folder.replace(folder.with_suffix(".tmp")))
+            except OSError as error:
+                logger.warning("could not delete %s: %s", folder, error)
 
 
-def _read_best(ckpt_dir: Path) -> dict[str, Any] | None:
-    path = ckpt_dir / "best.json"
-    return json.loads(path.read_text()) if path.exists() else None
+def _write_best(ckpt_dir: Path, best: dict[str, Any] | None) -> None:
+    """best.json, {"step", "metric", "value"}, as the newest checkpoint knows it."""
+    if best is None:
+        (ckpt_dir / "best.json").unlink(missing_ok=True)
+    else:
+        write_json(ckpt_dir / "best.json", best)
 
 
-def write_best(cfg: Config, session: Session, best: dict[str, Any]) -> None:
-    """Write best.json: {"step", "metric", "value"}. The step's checkpoint must be complete."""
-    if session.is_main:
-        write_json(Path(cfg.checkpoint.ckpt_dir) / "best.json", best)
+def _leaves(tensors: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in tensors.values():
+        yield from _leaves(value) if isinstance(value, dict) else [value]
 
 
-def _complete_checkpoints(ckpt_dir: Path, *, warn: bool = False) -> dict[int, Path]:
+def _host_copies(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same nesting, with room in host memory for this rank's part of each tensor.
+
+    Each is a plain tensor that tells DCP which part of the whole it is, by the protocol by which a DTensor does.
+    """
+    if any(tensor.device.type == "cuda" for tensor in _leaves(tensors)):
+        room = {"device": "cpu", "pin_memory": True}
+    else:
+        room = {"device": "cpu"}
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: copy(entry) for key, entry in value.items()}
+        local = torch.empty(to_local(value).shape, dtype=value.dtype, **room)
+        if isinstance(value, DTensor):
+            (chunk,) = value.__create_chunk_list__()
+            size = value.size()
+
+            def items(fqn: str, _: Any) -> list[WriteItem]:
+                data = TensorWriteData(chunk, TensorProperties.create_from_tensor(local), size)
+                index = MetadataIndex(fqn, chunk.offsets)
+                return [WriteItem(index, WriteItemType.SHARD, tensor_data=data)] if local.numel() else []
+
+            local.__create_write_items__ = items
+            local.__create_chunk_list__ = lambda: [chunk]
+            local.__get_tensor_shard__ = lambda _: local
+        return local
+
+    return copy(tensors)
+
+
+@torch.no_grad()
+def _copy(tensors: dict[str, Any], copies: dict[str, Any]) -> None:
+    """Fill the copies; when it returns, the tensors may change."""
+    for tensor, copy in zip(_leaves(tensors), _leaves(copies), strict=True):
+        copy.copy_(to_local(tensor), non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def complete_checkpoints(ckpt_dir: Path, *, warn: bool = False) -> dict[int, Path]:
     """Step -> folder, for folders that were renamed to their final name and hold what a checkpoint holds."""
     complete = {}
     for folder in sorted(ckpt_dir.glob("step_*")) if ckpt_dir.is_dir() else ():
@@ -223,7 +441,7 @@ def _complete_checkpoints(ckpt_dir: Path, *, warn: bool = False) -> dict[int, Pa
 
 def _set_aside(ckpt_dir: Path) -> None:
     """A fresh start in a used folder: move the earlier run's checkpoints out of the way, lose none."""
-    earlier = [*_complete_checkpoints(ckpt_dir).values(), *(p for p in [ckpt_dir / "best.json"] if p.exists())]
+    earlier = [*complete_checkpoints(ckpt_dir).values(), *(p for p in [ckpt_dir / "best.json"] if p.exists())]
     if (ckpt_dir / "final_model").exists():
         earlier.append(ckpt_dir / "final_model")
     if not earlier:
@@ -244,59 +462,7 @@ def save_final_model(cfg: Config, *, replace: bool) -> None:
     ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
     if not replace and (ckpt_dir / "final_model").is_dir():
         return
-    complete = _complete_checkpoints(ckpt_dir)
-    export(complete[max(complete)], ckpt_dir / "final_model", cfg)
-
-
-def export(folder: Path, target: Path, cfg: Config) -> None:
-    """A DCP folder's weights as safetensors with timm's names, beside the config.json that timm builds from.
-
-    `timm.create_model("local-dir:<target>", pretrained=True)` gives the trained model.
-    """
-    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    weights = {
-        key.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in entries.items()
-        if key.startswith("model.")
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process's work
-        dcp.load({"model": weights}, checkpoint_id=folder, no_dist=True)
-
-    temporary = target.with_name(target.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
-    write_json(temporary / "config.json", timm_config(cfg))
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(temporary, target)
-    logger.info("wrote %s from %s", target, folder.name)
-
-
-def timm_config(cfg: Config) -> dict[str, Any]:
-    """What timm's `local-dir:` loader reads: architecture, the arguments that differ, and the evaluation's settings."""
-    model, data = to_plain(cfg)["model"], cfg.data
-    del model["norm_eps"]  # timm's ViTs always use 1e-6; schema.py refuses to export another value
-    del model["transformer_engine"]
-    height, width = pair(data.image_size)
-    channels = cfg.model.in_chans
-    classes = list(sizes(cfg)[2])
-    return {
-        "architecture": "vit_base_patch16_224",  # timm's entry point; every argument is given below
-        "num_classes": model.pop("num_classes"),
-        "num_features": cfg.model.embed_dim,
-        "global_pool": cfg.model.global_pool,
-        "model_args": model,
-        "pretrained_cfg": {
-            "input_size": [channels, height, width],
-            "num_classes": cfg.model.num_classes,
-            "interpolation": data.interpolation,
-            "crop_pct": data.crop_pct,
-            "crop_mode": "center",
-            "mean": list(data.mean) * (channels // len(data.mean)),
-            "std": list(data.std) * (channels // len(data.std)),
-            "first_conv": "patch_embed.proj",
-            "classifier": "head",
-            **({"label_names": classes} if classes else {}),
-        },
-    }
+    complete = complete_checkpoints(ckpt_dir)
+    newest = complete[max(complete)]
+    weights.export_timm(newest, ckpt_dir / "final_model")
+    logger.info("wrote %s from %s", ckpt_dir / "final_model", newest.name)

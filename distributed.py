@@ -1,6 +1,6 @@
 """Process group, device, output folder and logging of one process; what every entrypoint does first and last."""
 
-from schema import PROJECT_DIR, Config, ConfigError
+from schema import PROJECT_DIR, Config, ConfigError, RunError
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import timm
 import torch
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 logger = logging.getLogger(__name__)
 TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that waits longer gives up
 _sessions = itertools.count()
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +42,18 @@ class Session:
     output_dir: Path
     afterwards: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     """Work for rank 0 alone, done when the process group is gone: nobody waits for it in a collective."""
+    parent: int = dataclasses.field(default_factory=os.getppid)
+    """The process that started this one."""
 
     @property
     def is_main(self) -> bool:
         """Whether this process prints, logs and writes the small files."""
         return self.rank == 0
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the torchrun that started this process is gone, which would otherwise stop it when another fails."""
+        return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent
 
 
 @contextlib.contextmanager
@@ -66,7 +74,10 @@ def dist_session(cfg: Config) -> Iterator[Session]:
 
     with contextlib.ExitStack() as held:
         if session.is_main:
-            held.enter_context(_lock(session.output_dir))
+            held.enter_context(_lock(session.output_dir, "output_dir"))
+            ckpt_dir = Path(cfg.checkpoint.ckpt_dir or session.output_dir)
+            if session.output_dir.absolute() not in (ckpt_dir.absolute(), *ckpt_dir.absolute().parents):
+                held.enter_context(_lock(ckpt_dir, "checkpoint.ckpt_dir"))
         _set_up_logging(session)
         _set_precision(cfg)
         if cuda:
@@ -108,21 +119,27 @@ def _store() -> dist.Store:
     return dist.PrefixStore(attempt, store)
 
 
-def _lock(output_dir: Path) -> TextIO:
-    """An open, locked file in the output folder; the kernel lets go of the lock when the process dies, however it does.
+def _lock(folder: Path, key: str) -> TextIO:
+    """An open, locked file in the folder that `key` names.
+
+    The kernel lets go of the lock when the process dies, however it does. A POSIX lock is the process's own: loader
+    processes, which outlive a killed rank by seconds, do not inherit it.
 
     Raises:
-        ConfigError: a live run holds it.
+        ConfigError: a live run holds it, or the folder cannot be written to.
     """
-    output_dir.mkdir(parents=True, exist_ok=True)
-    lock = open(output_dir / ".lock", "a+")  # noqa: SIM115  (the caller closes it)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a+")  # noqa: SIM115  (the caller closes it)
+    except OSError as error:
+        raise ConfigError(f"{key}={folder} cannot be written to ({error.strerror}): give another folder") from None
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.seek(0)
         raise ConfigError(
-            f"output_dir={output_dir} is in use by a live run ({lock.read().strip()}): "
-            "wait for it, or give this run another output_dir"
+            f"{key}={folder} is in use by a live run ({lock.read().strip()}): "
+            f"wait for it, or give this run another {key}"
         ) from None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {platform.node()}\n")
@@ -204,8 +221,29 @@ def set_status(session: Session, state: str, step: int | None = None) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file by way of a temporary name, so that a reader finds the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content) + "\n")
+    with open(temporary, "w") as file:
+        file.write(json.dumps(content) + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # whole on the disk before the name is
     os.replace(temporary, path)
+
+
+def together(work: Callable[[], T], *, group: dist.ProcessGroup | None = None, error: type[Exception] = RunError) -> T:
+    """work() on every rank of the group, and its result; where it fails on one, all raise, with that one's reason.
+
+    Raises:
+        error: a rank's work raised OSError or `error`; the text is the lowest such rank's.
+    """
+    result, reason = None, None
+    try:
+        result = work()
+    except (OSError, error) as caught:
+        reason = str(caught)
+    reasons: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reasons, reason, group=group)
+    if first := next(filter(None, reasons), None):
+        raise error(first)
+    return result
 
 
 def local_slice(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,10 @@ class ConfigError(ValueError):
     """A mistake of the user's: its text is the one line that the user reads."""
 
 
+class RunError(RuntimeError):
+    """A failure while running that every rank raises alike: its text is the one line that the user reads."""
+
+
 def exit_with(message: str, *, rank_variable: str = "RANK", code: int = 2) -> NoReturn:
     """Print one line from the process whose `rank_variable` is 0, or from the only one, and exit with `code` on all."""
     if int(os.environ.get(rank_variable, "0")) == 0:
@@ -225,6 +229,8 @@ class CheckpointConfig:
     ckpt_dir: str | None
     save_every_n_steps: PositiveInt | None
     resume_from_checkpoint: bool
+    init_from: str | None
+    async_save: bool
     max_checkpoints: PositiveInt | None
     save_final_model: bool
 
@@ -601,5 +607,5 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
         record(main)(cfg)  # torchrun then shows this process's error as the root cause
     except ConfigError as error:
         exit_with(str(error))
-    except FloatingPointError as error:  # on all ranks alike, at the same step
+    except RunError as error:
         exit_with(str(error), code=1)

@@ -1,6 +1,6 @@
 """The one training loop and the one evaluation."""
 
-from schema import Config, micro_batch
+from schema import Config, RunError, micro_batch
 
 import contextlib
 import dataclasses
@@ -50,7 +50,7 @@ class Run:
     flops_per_image: float
 
 
-class NonFiniteError(FloatingPointError):
+class NonFiniteError(RunError):
     """The loss or the gradient norm was not finite; the text names the step."""
 
 
@@ -66,6 +66,7 @@ def train(
 
     Raises:
         NonFiniteError: on all ranks together, at the next log step or save after it happened.
+        RunError: on all ranks together: a checkpoint could not be written.
     """
     train_loader, val_loader = loaders
     device = session.device
@@ -77,6 +78,7 @@ def train(
     parameters = list(run.state.weights.values())
     metrics = MetricLogger(cfg, session, start_step=start_step, total_steps=total_steps, run_id=resumed.run_id)
     speed = Speed(session, images_per_step=cfg.global_batch_size, flops_per_image=run.flops_per_image)
+    saver = checkpoint.Saver(run.state, cfg, session, run_id=resumed.run_id)
     first_bad_step = torch.full((), NEVER, device=device)  # stays on the device until a log step or a save reads it
 
     run.model.train()
@@ -113,7 +115,7 @@ def train(
 
         # 3. Log: the one place where the host waits for the device.
         if step % cfg.logger.frequency == 0 or is_last_step or step == 1:
-            _stop_if_not_finite(first_bad_step)
+            _stop_if_not_finite(first_bad_step, saver)
             dist.all_reduce(loss)
             values = {
                 "train/loss": loss.item() / session.world_size,
@@ -135,13 +137,11 @@ def train(
             speed.restart()
         is_save_due = is_new_best or is_last_step or _is_due(step, cfg.checkpoint.save_every_n_steps)
         if is_save_due and cfg.checkpoint.ckpt_dir is not None:
-            _stop_if_not_finite(first_bad_step)
-            checkpoint.save(run.state, cfg, session, step=step, run_id=resumed.run_id)
-            if is_new_best:
-                checkpoint.write_best(cfg, session, best)
-            checkpoint.prune(cfg, session, best)
+            _stop_if_not_finite(first_bad_step, saver)
+            saver.save(step, best)
             speed.restart()
 
+    saver.wait()
     is_finished = start_step >= total_steps
     if is_finished:
         logger.info("nothing to do: the run is finished (step %d of %d)", start_step, total_steps)
@@ -207,11 +207,12 @@ def _is_better(value: float, best: dict[str, Any] | None, metric: str) -> bool:
     return value < best["value"] if metric == "val/loss" else value > best["value"]
 
 
-def _stop_if_not_finite(first_bad_step: torch.Tensor) -> None:
-    """Raise on all ranks alike if the loss or the gradient norm of any rank was not finite."""
+def _stop_if_not_finite(first_bad_step: torch.Tensor, saver: checkpoint.Saver) -> None:
+    """Raise on all ranks alike if the loss or the gradient norm of any rank was not finite; an earlier save ends."""
     first = first_bad_step.clone()
     dist.all_reduce(first, op=dist.ReduceOp.MIN)
     if first.item() != NEVER:
+        saver.wait()
         raise NonFiniteError(
             f"the loss or the gradient norm was not finite at step {first.item()}: nothing was saved since; "
             "lower optimizer.lr, lengthen lr_scheduler.num_warmup_steps or set model.qk_norm=true"

@@ -84,10 +84,8 @@ def started_once(start):
     return get
 
 
-@pytest.fixture(scope="session")
-def pictures(tmp_path_factory):
+def make_pictures(root):
     """60 training and 23 validation JPEGs of noise in six classes; sizes differ, counts are no multiples of a batch."""
-    root = tmp_path_factory.mktemp("pictures")
     rng = np.random.default_rng(0)
     names = [f"class_{letter}" for letter in "fbdace"]
     for split, count in (("train", 60), ("val", 23)):
@@ -98,6 +96,12 @@ def pictures(tmp_path_factory):
             base = rng.integers(0, 256, (3, 3, 3), dtype=np.uint8)  # big patches, so that JPEG keeps them apart
             Image.fromarray(base).resize((int(width), int(height)), Image.NEAREST).save(folder / f"{i:03d}.jpg")
     return root
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory):
+    """The folder of `make_pictures`, made once."""
+    return make_pictures(tmp_path_factory.mktemp("pictures"))
 
 
 @pytest.fixture

@@ -727,7 +727,7 @@ def test_right_command_line_reaches_main(run_launch, pictures):
 
 
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # of torch's `record`, under pytest's capture
-@pytest.mark.parametrize(("kind", "code"), [(schema.ConfigError, 2), (FloatingPointError, 1)])
+@pytest.mark.parametrize(("kind", "code"), [(schema.ConfigError, 2), (schema.RunError, 1)])
 def test_error_of_main_that_is_meant_for_the_user_is_one_line(run_launch, pictures, kind, code):
     def main(cfg):
         raise kind("what happened")

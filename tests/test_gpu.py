@@ -53,6 +53,12 @@ def _tasks(nproc, pictures, folder):
         for script, stop in zip(order, (8, 14, 20) if len(order) == 3 else (8, 20), strict=True):
             length = [f"num_train_steps={stop}", "lr_scheduler.num_training_steps=20"]
             tasks.append(task(f"{name}-{stop}", script, *length, output=name))
+        trained = f"checkpoint.init_from={folder}/train_ddp-1/checkpoints"
+        frozen = ["num_train_steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
+        tasks.append(task(f"from-{script}", script, trained, *frozen))
+        for stop in (8, 20):
+            length = [f"num_train_steps={stop}", "lr_scheduler.num_training_steps=20", "checkpoint.async_save=true"]
+            tasks.append(task(f"async-{script}-{stop}", script, *length, output=f"async-{script}"))
     for strategy in ZERO_STRATEGIES:
         zero = ["num_train_steps=10", f"mfsdp.zero_dp_strategy={strategy}", f"micro_batch_size={24 // nproc}"]
         tasks.append(task(f"zero-{strategy}", "train_mfsdp", *zero))
@@ -197,6 +203,23 @@ def test_mfsdp_resumes_itself_as_if_it_had_not_stopped(runs, nproc):
     _, folder = runs(nproc)
     straight, chained = (column(folder, name, "train/loss") for name in ("train_mfsdp-1", "chain-mfsdp-mfsdp-ddp"))
     assert chained[:14] == pytest.approx(straight[:14], abs=1e-3)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_goes_on_from_an_async_save(runs, nproc, script):
+    """C17: from pinned copies of this rank's shards, even or not."""
+    _, folder = runs(nproc)
+    straight, chained = (column(folder, name, "train/loss") for name in (f"{script}-1", f"async-{script}"))
+    assert chained == pytest.approx(straight, abs=1e-3)
+    assert (folder / f"async-{script}/train.log").read_text().count("copied, to be written in") == 4
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_init_from_gives_every_strategy_the_same_weights(runs, nproc, script):
+    _, folder = runs(nproc)
+    want = weights(folder, "train_ddp-1")
+    for name, got in weights(folder, f"from-{script}").items():
+        torch.testing.assert_close(got, want[name], rtol=0, atol=1e-25)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

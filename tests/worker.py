@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import sys
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -134,6 +135,39 @@ def count_weight_casts(cfg):
 
     for module in (linear, layernorm_linear, layernorm_mlp):
         module.quantize_weight = counting
+
+
+def fill_the_disk_of_rank_1(cfg):
+    """From its second save on, rank 1 can write no file beyond a few bytes: the kernel's own limit."""
+    import resource
+
+    write, calls = checkpoint.Saver._write, []
+
+    def limited(self, *args):
+        calls.append(1)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if len(calls) == 2 and dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        try:
+            write(self, *args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            if len(calls) == 2:
+                checkpoint.Saver._write = write
+
+    checkpoint.Saver._write = limited
+
+
+def sleep_at_each_step(cfg):
+    """Steps slow enough for a test to act between them."""
+    import trainer
+    from optim import clip_grad_norm_
+
+    def clip(parameters, max_norm):
+        time.sleep(0.1)
+        return clip_grad_norm_(parameters, max_norm)
+
+    trainer.clip_grad_norm_ = clip
 
 
 EXTRA = {}  # what a hook adds to a task's metrics

@@ -12,6 +12,7 @@
 their metrics.jsonl: the whole loss curve, and the median of speed, MFU and memory over the log lines after the warm-up.
 `step` times one GPU's whole step (forward, backward, clipping, AdamW; FP32 weights and moments; noise) for our blocks,
 timm's, and the least that a TransformerEngine block can be, each after its gradients were compared with float32 timm's.
+`save` times how long saves hold up the training, synchronous and asynchronous ones, as a run's log tells it.
 `profile` says where the time of a step goes under one strategy, by kinds of kernels. `plot` draws the loss curves of
 `train`.
 """
@@ -97,6 +98,37 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             "validation": [line for line in lines if "val/top1" in line],
         }
         print(json.dumps({"script": script} | {k: v for k, v in results[script].items() if k != "losses"}), flush=True)
+    return results
+
+
+def save(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds that saves hold up a run, without its first one, and the run's step time."""
+    results = {}
+    for script in args.scripts:
+        for way in ("false", "true"):
+            with tempfile.TemporaryDirectory() as folder:
+                command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+                command += [f"--nproc-per-node={args.nproc}", ROOT / f"{script}.py", *args.overrides]
+                command += [f"output_dir={folder}", f"checkpoint.async_save={way}", "checkpoint.save_every_n_steps=4"]
+                command += [
+                    "num_epochs=null",
+                    "num_train_steps=16",
+                    "logger.frequency=1",
+                    "evaluation.every_n_steps=null",
+                ]
+                command += ["checkpoint.save_final_model=false", "checkpoint.max_checkpoints=1"]
+                done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=args.timeout)
+                if done.returncode:
+                    sys.exit(f"{script} failed with {done.returncode}:\n{done.stderr[-4000:]}")
+                lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+                log = (Path(folder) / "train.log").read_text()
+                size = sum(f.stat().st_size for f in Path(folder).glob("checkpoints/step_00000016/*"))
+            stalls = [float(seconds) for seconds in re.findall(r"step \d+: (?:saved|copied).* in ([\d.]+) s", log)]
+            step_time = statistics.median(line["train/step_time_s"] for line in lines[4:] if "train/loss" in line)
+            row = {"script": script, "async_save": way == "true", "stalls_s": stalls, "step_time_s": step_time}
+            row |= {"stall_s": max(stalls[1:]), "checkpoint_gib": round(size / 2**30, 3)}
+            results[f"{script}, async_save={way}"] = row
+            print(json.dumps(row), flush=True)
     return results
 
 
@@ -448,6 +480,12 @@ def main() -> None:
     sub.add_argument("--timeout", type=float, default=300, help="seconds a script")
     sub.add_argument("--output", type=Path, required=True)
     sub.add_argument("overrides", nargs="*", help="after --: the entrypoints' own arguments")
+    sub = commands.add_parser("save", help="how long saves hold up a run")
+    sub.add_argument("--scripts", nargs="+", default=["train_ddp", "train_fsdp2", "train_mfsdp"])
+    sub.add_argument("--nproc", type=int, default=1)
+    sub.add_argument("--timeout", type=float, default=300, help="seconds a run")
+    sub.add_argument("--output", type=Path, required=True)
+    sub.add_argument("overrides", nargs="*", help="after --: the entrypoints' own arguments")
     sub = commands.add_parser("step", help="one GPU's step: our blocks beside timm's and TransformerEngine's bare ones")
     sub.add_argument("--sizes", nargs="+", default=list(SIZES), help="base_patch16:512 ...")
     sub.add_argument("--variants", default=".", help="a regular expression over the variants' names")
@@ -468,7 +506,7 @@ def main() -> None:
     if args.what == "plot":
         plot(args)
         return
-    results = {"train": train, "step": step, "profile": profile}[args.what](args)
+    results = {"train": train, "save": save, "step": step, "profile": profile}[args.what](args)
     if int(os.environ.get("RANK", "0")) == 0:
         write(args.output, results)
         if args.what == "profile":

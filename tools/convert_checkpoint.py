@@ -1,0 +1,55 @@
+"""Write a checkpoint of ours as a folder that timm or Hugging Face's transformers load.
+
+    python tools/convert_checkpoint.py runs/demo/checkpoints demo_timm --format timm
+    python tools/convert_checkpoint.py runs/demo/checkpoints/step_00000833 demo_hf --format hugging-face
+
+SOURCE is a step_XXXXXXXX folder, or a folder that holds some: of those the newest complete one is taken. One process,
+no GPU; weights are read, the optimizer's state is not. TARGET must not be there yet.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import schema
+
+import argparse
+
+import weights
+
+EXPORTS = {"timm": weights.export_timm, "hugging-face": weights.export_hugging_face}
+
+
+class Parser(argparse.ArgumentParser):
+    """Complains in one line, as the entrypoints do."""
+
+    def error(self, message: str) -> None:
+        """Exit with 2."""
+        schema.exit_with(message)
+
+
+def main() -> None:
+    """Parse, convert, say what was written."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, metavar="SOURCE")
+    parser.add_argument("target", type=Path, metavar="TARGET")
+    parser.add_argument("--format", choices=EXPORTS, required=True)
+    args = parser.parse_args()
+    if args.target.exists():
+        schema.exit_with(f"{args.target} is there already: give a new folder")
+    step_folder = weights.newest_step(args.source)
+    if step_folder is None:
+        schema.exit_with(
+            f"{args.source} is no complete step_XXXXXXXX folder and holds none: give one, or a run's checkpoints"
+        )
+    try:
+        EXPORTS[args.format](step_folder, args.target)
+    except (schema.ConfigError, OSError) as error:
+        schema.exit_with(str(error))
+    size = sum(file.stat().st_size for file in args.target.iterdir())
+    print(f"wrote {args.target} ({args.format}, {size / 2**20:.1f} MiB) from {step_folder}")
+
+
+if __name__ == "__main__":
+    main()
