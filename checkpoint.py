@@ -149,6 +149,8 @@ def _preflight(state: TrainState, ckpt_dir: Path, session: Session) -> None:
             return
         try:
             ckpt_dir.mkdir(parents=True, exist_ok=True)
+            for left in ckpt_dir.glob(".preflight-*"):  # by a run that was killed right here
+                left.unlink()
             (ckpt_dir / name).touch()
         except OSError as error:
             raise ConfigError(f"{key} cannot be written to ({error.strerror}): give another folder") from None
