@@ -13,6 +13,7 @@ import schema
 
 import argparse
 import collections
+import contextlib
 import importlib
 import json
 import os
@@ -114,14 +115,17 @@ def kill_once(run, folder, rng, wanted, victim):
     if run.poll() is not None or not pids:
         return None
     targets = {"one rank": [rng.choice(pids)], "all ranks": pids, "torchrun": [run.pid]}[victim]
+    struck = False
     for pid in targets:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended in this very moment
+            os.kill(pid, signal.SIGKILL)
+            struck = True
     run.wait(timeout=120)
     deadline = time.monotonic() + 120
     while any(alive(pid) for pid in pids):  # orphans end by themselves, before their next save
         assert time.monotonic() < deadline, "ranks live on"
         time.sleep(0.05)
-    return hit
+    return hit if struck else None
 
 
 def campaign(kills, seed, folder):
