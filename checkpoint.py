@@ -120,8 +120,10 @@ def restore(state: TrainState, cfg: Config, session: Session) -> Resumed:
 
     folder, saved = found[0]
     tensors = state.tensors(saved["step"])
-    _check_same(saved, tensors, folder, cfg)
-    if "fp8" in tensors and not _has_scaling(saved, state.scaling, folder, cfg):
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    stored = {key: tuple(entry.size) for key, entry in metadata.items()}
+    _check_same(saved, stored, tensors, folder, cfg)
+    if "fp8" in tensors and not _has_scaling(saved, stored, state.scaling, cfg):
         del tensors["fp8"]
         logger.warning("%s has no scales for this FP8 recipe: they are found anew in the first steps", folder)
     dcp.load(tensors, checkpoint_id=folder)
@@ -232,7 +234,9 @@ def _problem(folder: Path) -> str | None:
     return None
 
 
-def _check_same(saved: dict[str, Any], tensors: dict[str, Any], folder: Path, cfg: Config) -> None:
+def _check_same(
+    saved: dict[str, Any], stored: dict[str, tuple[int, ...]], tensors: dict[str, Any], folder: Path, cfg: Config
+) -> None:
     """Refuse a checkpoint by the name of the first difference. DCP alone would ignore keys that the model lacks."""
     advice = "use that config, another output_dir, or checkpoint.resume_from_checkpoint=false"
     for key, value in to_plain(cfg)["model"].items():
@@ -244,7 +248,7 @@ def _check_same(saved: dict[str, Any], tensors: dict[str, Any], folder: Path, cf
         raise ConfigError(
             f"{folder} was written with optimizer.name={saved['optimizer']}, not {cfg.optimizer.name}: {advice}"
         )
-    stored = {key: shape for key, shape in _stored_shapes(folder).items() if not key.startswith("fp8.")}
+    stored = {key: shape for key, shape in stored.items() if not key.startswith("fp8.")}
     wanted = {f"model.{name}": tuple(weight.shape) for name, weight in tensors["model"].items()}
     for name, entries in tensors["optim"].items():
         wanted |= {f"optim.{name}.{key}": tuple(value.shape) for key, value in entries.items()}
@@ -253,17 +257,14 @@ def _check_same(saved: dict[str, Any], tensors: dict[str, Any], folder: Path, cf
             raise ConfigError(f"{folder}: {key} is {stored.get(key)} there and {wanted.get(key)} in this run: {advice}")
 
 
-def _has_scaling(saved: dict[str, Any], scaling: dict[str, torch.Tensor], folder: Path, cfg: Config) -> bool:
+def _has_scaling(
+    saved: dict[str, Any], stored: dict[str, tuple[int, ...]], scaling: dict[str, torch.Tensor], cfg: Config
+) -> bool:
     """Whether a checkpoint holds FP8's scales for the very layers and recipe of this run."""
-    stored = {key: shape for key, shape in _stored_shapes(folder).items() if key.startswith("fp8.")}
+    stored = {key: shape for key, shape in stored.items() if key.startswith("fp8.")}
     wanted = {f"fp8.{name}": tuple(tensor.shape) for name, tensor in scaling.items()}
     then, now = saved["fp8_config"], to_plain(cfg)["fp8_config"]
     return stored == wanted and all(then[key] == now[key] for key in ("fp8_recipe", "fp8_format", "fp8_recipe_kwargs"))
-
-
-def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {key: tuple(entry.size) for key, entry in metadata.items()}
 
 
 class Saver:

@@ -162,3 +162,10 @@ def column(folder, name, key):
 def weights(folder, name):
     """The final model's tensors of the run <folder>/<name>, under timm's names."""
     return load_file(folder / name / "checkpoints/final_model/model.safetensors")
+
+
+def assert_same(got, want, atol=0.0):
+    """Two dicts of tensors: the same names, and values that differ by at most `atol`."""
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")

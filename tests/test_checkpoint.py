@@ -18,7 +18,7 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, TINY, column, launch, read_metrics, run_tasks, started_once, weights
+from conftest import ROOT, TINY, assert_same, column, launch, read_metrics, run_tasks, started_once, weights
 
 import checkpoint
 from distributed import dist_session
@@ -84,12 +84,6 @@ def resumed(saved, pictures, tmp_path_factory):
 def task(name, script, pictures, folder, *overrides, **more):
     base = [*TINY, f"data.path={pictures}", f"output_dir={folder / name}", "num_train_steps=6"]
     return {"name": name, "script": script, "overrides": [*base, *overrides], **more}
-
-
-def assert_same(a, b, atol=0.0):
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("nproc", WORLD_SIZES)

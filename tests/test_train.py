@@ -13,7 +13,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import TINY, column, read_metrics, run_tasks, weights
+from conftest import TINY, assert_same, column, read_metrics, run_tasks, weights
 from torch.distributed.checkpoint import FileSystemReader
 
 import imagenet_dataset
@@ -93,12 +93,6 @@ def _tasks(nproc, pictures, folder):
     return tasks
 
 
-def assert_close(a, b, atol):
-    assert a.keys() == b.keys()
-    for key in a:
-        torch.testing.assert_close(a[key], b[key], rtol=0, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
-
-
 @pytest.fixture(scope="module")
 def reference(pictures):
     """The run of 20 steps by timm's model and torch's own AdamW, scheduler and clipping, in one process."""
@@ -150,7 +144,7 @@ def test_equals_timm_and_torch(runs, reference, nproc, script, k):
     rows, final = reference
     for key, expected in rows.items():
         torch.testing.assert_close(column(folder, f"{script}-{k}", key), expected, rtol=0, atol=1e-5)
-    assert_close(weights(folder, f"{script}-{k}"), final, atol=1e-5)
+    assert_same(weights(folder, f"{script}-{k}"), final, atol=1e-5)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -170,7 +164,7 @@ def test_initial_weights_are_the_same_everywhere(runs, nproc, script):
     cfg = schema.load_config("L0_sanity", TINY)
     whole = VisionTransformer(cfg.model)
     whole.init_weights(cfg.seed)
-    assert_close(weights(folder, f"init-{script}"), whole.state_dict(), atol=1e-25)
+    assert_same(weights(folder, f"init-{script}"), whole.state_dict(), atol=1e-25)
 
 
 @pytest.mark.parametrize("chain", ["same", "other", "mixed"])
@@ -183,7 +177,7 @@ def test_stops_and_resumes_leave_no_trace(runs, nproc, chain, workers):
     script = {"same": "train_ddp", "other": "train_fsdp2", "mixed": "train_ddp"}[chain]
     exact = nproc < 3 or chain != "mixed"
     straight, chained = f"straight-{script}-{workers}", f"{chain}-{workers}"
-    assert_close(weights(folder, chained), weights(folder, straight), atol=0 if exact else 1e-6)
+    assert_same(weights(folder, chained), weights(folder, straight), atol=0 if exact else 1e-6)
     for key in ("train/loss", "train/grad_norm", "train/lr"):
         got, want = column(folder, chained, key), column(folder, straight, key)
         assert got == want if exact else got == pytest.approx(want, abs=1e-6)
@@ -248,7 +242,7 @@ def test_a_fresh_start_sets_the_earlier_run_aside(runs):
     _, folder = runs(2)
     checkpoints = folder / "other-0/checkpoints"
     assert {p.name for p in checkpoints.glob("earlier_001/*")} >= {"step_00000006", "final_model"}
-    assert_close(weights(folder, "other-0"), weights(folder, "straight-train_ddp-0"), atol=0)
+    assert_same(weights(folder, "other-0"), weights(folder, "straight-train_ddp-0"), atol=0)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -268,4 +262,4 @@ def test_bf16_keeps_weights_and_moments_in_float32(runs, script):
 def test_options_of_memory_change_no_number(runs, variant):
     """Recomputation, replicas and resharding: the same six steps."""
     _, folder = runs(2)
-    assert_close(weights(folder, variant), weights(folder, "straight-train_fsdp2-0"), atol=1e-6)
+    assert_same(weights(folder, variant), weights(folder, "straight-train_fsdp2-0"), atol=1e-6)

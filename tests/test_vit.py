@@ -9,6 +9,7 @@ from dataclasses import fields
 import pytest
 import timm
 import torch
+from conftest import assert_same
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -97,11 +98,8 @@ def outputs_and_gradients(model, x, seed=2):
     return {"logits": logits.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
 
-def assert_close(actual, expected, atol=1e-5):
-    """Absolutely: the gradient of the keys' bias is rounding noise."""
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+# Absolutely: the gradient of the keys' bias is rounding noise.
+assert_close = functools.partial(assert_same, atol=1e-5)
 
 
 def drawn(cfg, seed=0):

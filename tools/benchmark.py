@@ -70,17 +70,22 @@ def write(output: Path, results: Any) -> None:
     output.write_text(json.dumps({"meta": provenance(), "results": results}, indent=1) + "\n")
 
 
+def run(script: str, folder: Path, args: argparse.Namespace, *overrides: str) -> list[dict[str, Any]]:
+    """One run of an entrypoint under torchrun with `folder` as its output_dir; its metrics.jsonl."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"]
+    command += [ROOT / f"{script}.py", *args.overrides, f"output_dir={folder}", *overrides]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=args.timeout)
+    if done.returncode:
+        sys.exit(f"{script} failed with {done.returncode}:\n{done.stderr[-4000:]}")
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Run the entrypoints and gather their metrics."""
     results = {}
     for script in args.scripts:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"]
-            command += [ROOT / f"{script}.py", *args.overrides, f"output_dir={folder}", "checkpoint.ckpt_dir=null"]
-            done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=args.timeout)
-            if done.returncode:
-                sys.exit(f"{script} failed with {done.returncode}:\n{done.stderr[-4000:]}")
-            lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+            lines = run(script, Path(folder), args, "checkpoint.ckpt_dir=null")
         rows = [line for line in lines if "train/loss" in line]
         steady = [row for row in rows if row["step"] > args.warmup] or rows[-1:]
 
@@ -107,20 +112,10 @@ def save(args: argparse.Namespace) -> dict[str, Any]:
     for script in args.scripts:
         for way in ("false", "true"):
             with tempfile.TemporaryDirectory() as folder:
-                command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-                command += [f"--nproc-per-node={args.nproc}", ROOT / f"{script}.py", *args.overrides]
-                command += [f"output_dir={folder}", f"checkpoint.async_save={way}", "checkpoint.save_every_n_steps=4"]
-                command += [
-                    "num_epochs=null",
-                    "num_train_steps=16",
-                    "logger.frequency=1",
-                    "evaluation.every_n_steps=null",
-                ]
-                command += ["checkpoint.save_final_model=false", "checkpoint.max_checkpoints=1"]
-                done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=args.timeout)
-                if done.returncode:
-                    sys.exit(f"{script} failed with {done.returncode}:\n{done.stderr[-4000:]}")
-                lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+                saves = [f"checkpoint.async_save={way}", "checkpoint.save_every_n_steps=4"]
+                saves += ["checkpoint.save_final_model=false", "checkpoint.max_checkpoints=1"]
+                length = ["num_epochs=null", "num_train_steps=16", "evaluation.every_n_steps=null"]
+                lines = run(script, Path(folder), args, *saves, *length, "logger.frequency=1")
                 log = (Path(folder) / "train.log").read_text()
                 size = sum(f.stat().st_size for f in Path(folder).glob("checkpoints/step_00000016/*"))
             stalls = [float(seconds) for seconds in re.findall(r"step \d+: (?:saved|copied).* in ([\d.]+) s", log)]
