@@ -305,6 +305,7 @@ class Saver:
         Raises:
             RunError: on all ranks alike, this save or the one before could not be written, or torchrun is gone.
         """
+        asked = time.perf_counter()
         self.wait()
         started = time.perf_counter()
         self.step, temporary = step, self.ckpt_dir / f"step_{step:08d}.tmp"
@@ -325,7 +326,8 @@ class Saver:
             self._write(tensors, temporary, best)
             set_status(self.session, "running", step)
         how = "copied, to be written" if self.in_flight else "saved"
-        logger.info("step %d: %s in %.2f s", step, how, time.perf_counter() - started)
+        waited = f", after {started - asked:.3f} s for the one before" if started - asked > 1e-3 else ""
+        logger.info("step %d: %s in %.3f s%s", step, how, time.perf_counter() - started, waited)
 
     def wait(self) -> None:
         """Return when nothing is in flight.
