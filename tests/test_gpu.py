@@ -48,17 +48,17 @@ def _tasks(nproc, pictures, folder):
         hot = ["num_train_steps=1", "optimizer.lr=1e-2"]
         tasks.append(task(f"hot-{script}", script, *hot, before="keep_first_gradients"))
         tasks.append(task(f"diverges-{script}", script, before="make_last_rank_infinite_at_step_3", may_fail=True))
-    for order in (SCRIPTS, SCRIPTS[::-1], ("train_mfsdp", "train_mfsdp", "train_ddp"), ("train_fsdp2", "train_mfsdp")):
-        name = "chain-" + "-".join(script[6:] for script in order)
-        for script, stop in zip(order, (8, 14, 20) if len(order) == 3 else (8, 20), strict=True):
-            length = [f"num_train_steps={stop}", "lr_scheduler.num_training_steps=20"]
-            tasks.append(task(f"{name}-{stop}", script, *length, output=name))
         trained = f"checkpoint.init_from={folder}/train_ddp-1/checkpoints"
         frozen = ["num_train_steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
         tasks.append(task(f"from-{script}", script, trained, *frozen))
         for stop in (8, 20):
             length = [f"num_train_steps={stop}", "lr_scheduler.num_training_steps=20", "checkpoint.async_save=true"]
             tasks.append(task(f"async-{script}-{stop}", script, *length, output=f"async-{script}"))
+    for order in (SCRIPTS, SCRIPTS[::-1], ("train_mfsdp", "train_mfsdp", "train_ddp"), ("train_fsdp2", "train_mfsdp")):
+        name = "chain-" + "-".join(script[6:] for script in order)
+        for script, stop in zip(order, (8, 14, 20) if len(order) == 3 else (8, 20), strict=True):
+            length = [f"num_train_steps={stop}", "lr_scheduler.num_training_steps=20"]
+            tasks.append(task(f"{name}-{stop}", script, *length, output=name))
     for strategy in ZERO_STRATEGIES:
         zero = ["num_train_steps=10", f"mfsdp.zero_dp_strategy={strategy}", f"micro_batch_size={24 // nproc}"]
         tasks.append(task(f"zero-{strategy}", "train_mfsdp", *zero))
@@ -211,7 +211,8 @@ def test_a_run_goes_on_from_an_async_save(runs, nproc, script):
     _, folder = runs(nproc)
     straight, chained = (column(folder, name, "train/loss") for name in (f"{script}-1", f"async-{script}"))
     assert chained == pytest.approx(straight, abs=1e-3)
-    assert (folder / f"async-{script}/train.log").read_text().count("copied, to be written in") == 4
+    log = (folder / f"async-{script}/train.log").read_text()
+    assert [step for step in (8, 20) if f"step {step}: copied, to be written in" in log] == [8, 20]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -398,7 +398,8 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     ) as profiler:
         register_optimizer_step_post_hook(after_step)
         importlib.import_module(args.script).main(cfg)
-    shutil.rmtree(folder, ignore_errors=True)
+    if int(os.environ.get("RANK", "0")) == 0:  # whose folder it is: it may still write there when others are done
+        shutil.rmtree(folder, ignore_errors=True)
     step_time = (marks[wait] - marks[args.warmup]) / (wait - args.warmup)
     timed = {"step_time_s": round(step_time, 5), "images_per_second": round(cfg.global_batch_size / step_time, 1)}
     return {"script": args.script, "timed": timed, "profiled": found[0]}
