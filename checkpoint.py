@@ -288,7 +288,7 @@ class Saver:
             "fp8_config": to_plain(cfg)["fp8_config"],
             "optimizer": cfg.optimizer.name,
             "classes": list(sizes(cfg)[2]),
-            "data": {key: to_plain(cfg)["data"][key] for key in ("mean", "std", "interpolation", "crop_pct")},
+            "data": {key: to_plain(cfg)["data"][key] for key in weights.DATA_SETTINGS},
         }
         if cfg.checkpoint.async_save:
             self.group = dist.new_group(backend="gloo")  # the thread's collectives must not meet the loop's

@@ -3,7 +3,7 @@
     <path>/train/<class>/<picture>    <path>/val/<class>/<picture>
 
 The training set is one endless stream of samples. Sample n = step x global batch + position; its epoch is n // N, its
-place in that epoch's permutation n % N, and its augmentation follows from (seed, n). So neither the worker count, nor
+place in that epoch's order n % N, and its augmentation follows from (seed, n). So neither the worker count, nor
 the world size, nor the number of resumes can change what a step sees, and no loader state is ever saved: a resumed run
 starts the stream at its step. Batches are uint8 (B, C, Y, X); they are normalised on the device.
 """
@@ -11,40 +11,29 @@ starts the stream at its step. Batches are uint8 (B, C, Y, X); they are normalis
 from schema import Config, ConfigError, DataConfig, micro_batch, pair
 
 import contextlib
-import dataclasses
-import fcntl
 import functools
-import gzip
+import logging
 import math
 import random
-import tarfile
-import tempfile
-import zlib
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, Sampler
+from timm.data.transforms import RandomResizedCropAndInterpolation
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms.v2 import functional as F
 
-# What is a picture, by the end of its name. Anything else in a class folder is counted and left alone.
-IMAGE_EXTENSIONS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
+from decode import Ahead, Decoder, Encoded, Jpeg, PictureError, bounded, encode
+from folders import Folder, scan
+
+logger = logging.getLogger(__name__)
 PADDING = -1  # label of the images that fill up the last validation batch; they count for nothing
 
-Sample = tuple[str, int]  # file, label
-
-
-@dataclasses.dataclass(frozen=True)
-class Folder:
-    """The pictures of one split."""
-
-    classes: tuple[str, ...]
-    samples: list[Sample]
-    skipped: dict[str, int]  # why -> how many entries
+Key = tuple[int, int]  # sample number, index into the data set
 
 
 def check(cfg: Config) -> None:
@@ -82,107 +71,84 @@ def sizes(cfg: Config) -> tuple[int, int, tuple[str, ...]]:
     if cfg.data.source == "synthetic":
         return cfg.data.num_synthetic_train, cfg.data.num_synthetic_val, ()
     train = scan(cfg.data.path, "train")
-    return len(train.samples), len(scan(cfg.data.path, "val").samples), train.classes
+    return len(train), len(scan(cfg.data.path, "val")), train.classes
 
 
-@functools.cache
-def scan(path: str, split: str) -> Folder:
-    """List one split: classes in the order of their sorted names (as torchvision's ImageFolder), files sorted within.
+class PictureDataset(Dataset):
+    """Cropped uint8 pictures (C, Y, X), labels, and what could not be read; indexed by (sample number, index).
 
-    The training folder decides the classes, and their numbers, for both splits; a class may be missing in val. Hidden
-    folders are no classes; within a class, hidden files, files that are no pictures by their name, dangling links and
-    folders are skipped and counted.
-
-    Raises:
-        ConfigError: the folder is missing, has no class folders or no pictures, or a class that training lacks.
+    Args:
+        pictures: where they come from.
+        cfg: the run's.
+        is_train: a picture that cannot be read is replaced by the next one that can, in training; in validation it
+            counts for nothing. Either only with data.on_error=skip.
     """
-    root = _unpacked(Path(path)) / split
-    if not root.is_dir():
-        raise ConfigError(
-            f"data.path={path}: there is no folder {root}; expected <data.path>/train and <data.path>/val"
-        )
-    found = tuple(sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")))
-    classes = found if split == "train" else scan(path, "train").classes
-    if not found:
-        raise ConfigError(f"data.path={path}: {root} holds no class folders; expected {split}/<class>/<picture>")
-    if unknown := sorted(set(found) - set(classes)):
-        raise ConfigError(f"data.path={path}: {root / unknown[0]} is a class that the training folder does not have")
 
-    samples, skipped = [], Counter()
-    for label, name in enumerate(classes):
-        for file in sorted((root / name).iterdir()) if (root / name).is_dir() else ():
-            if file.name.startswith("."):
-                skipped["hidden"] += 1
-            elif file.suffix.lower() not in IMAGE_EXTENSIONS:
-                skipped[f"*{file.suffix.lower()}" if file.suffix else "no extension"] += 1
-            elif not file.is_file():
-                skipped["dangling link or folder"] += 1
-            else:
-                samples.append((str(file), label))
-    if not samples:
-        raise ConfigError(f"data.path={path}: {root} holds no pictures; skipped: {dict(skipped)}")
-    return Folder(classes, samples, dict(skipped))
-
-
-def _unpacked(path: Path) -> Path:
-    """`path`, unpacked from <path>.tar.gz beside it if the folder is not there yet.
-
-    Safe with several ranks and several jobs: one unpacks, under a lock, into a temporary folder that is renamed when it
-    is whole; the others wait for it.
-
-    Raises:
-        ConfigError: the archive cannot be unpacked there.
-    """
-    path = path.absolute()
-    archive = path.parent / f"{path.name}.tar.gz"
-    if path.exists() or not archive.is_file():
-        return path
-    try:
-        with open(path.with_name(path.name + ".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if path.exists():
-                return path
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-                with gzip.open(archive) as content, tarfile.open(fileobj=content, mode="r:") as tar:
-                    # The safe filter where this Python has it (3.10.12, 3.11.4 and later).
-                    tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
-                    tar.extractall(folder)
-                    while content.read(2**20):  # to the end, where the checksum is
-                        pass
-                (Path(folder) / path.name).rename(path)
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"data.path={path}: cannot unpack {archive} there: {reason}") from error
-    return path
-
-
-class FolderDataset(Dataset):
-    """Decoded, cropped uint8 pictures (C, Y, X) with their labels; indexed by (sample number, index)."""
-
-    def __init__(self, samples: list[Sample], transform: v2.Transform, *, seed: int, in_chans: int) -> None:
-        self.samples = samples
-        self.transform = transform
-        self.seed = seed
-        self.mode = "L" if in_chans == 1 else "RGB"
+    def __init__(self, pictures: Folder, cfg: Config, *, is_train: bool) -> None:
+        self.pictures, self.is_train, self.seed = pictures, is_train, cfg.seed
+        self.skips = cfg.data.on_error == "skip"
+        how = {key: getattr(cfg.data, key) for key in ("decoder", "exif_orientation", "max_pixels")}
+        self.decoder = Decoder(cfg.model.in_chans, **how)
+        self.use_gpu = is_train and cfg.data.decoder == "nvjpeg"
+        self.cfg = cfg.data
+        self.augment, self.eval_transform = v2.RandomHorizontalFlip(cfg.data.hflip), eval_transform(cfg.data)
+        self.nothing = torch.zeros(cfg.model.in_chans, *pair(cfg.data.image_size), dtype=torch.uint8)
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.pictures)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, key: Key) -> tuple[Any, int, list[str]]:
         number, index = key
         if index == PADDING:
-            index, label = 0, PADDING
-        else:
-            label = self.samples[index][1]
+            return self.nothing, PADDING, []
+        failures = []
         with seeded(self.seed, number):
-            return self.transform(self._decode(self.samples[index][0])), label
+            for tried in range(index, index + len(self)):
+                place = tried % len(self)
+                try:
+                    return self._load(place), int(self.pictures.labels[place]), failures
+                except (OSError, PictureError) as error:
+                    failures.append(f"cannot read {self.pictures.name(place)}: {error}")
+                    if not self.skips:
+                        raise OSError(failures[0]) from error
+                    if not self.is_train:
+                        return self.nothing, PADDING, failures
+        raise OSError(f"{failures[0]}, nor any other picture")
 
-    def _decode(self, file: str) -> Image.Image:
-        try:
-            with Image.open(file) as image:
-                return image.convert(self.mode)
-        except Exception as error:  # a decoder may raise anything; what the user needs is the file's name
-            raise OSError(f"cannot read {file}: {type(error).__name__}: {error}") from error
+    def _load(self, index: int) -> torch.Tensor | Jpeg:
+        data = self.pictures.read(index)
+        if not self.is_train:  # decoded and resized as timm's and torchvision's numbers were made
+            return self.eval_transform(bounded(self.decoder.pillow(data)))
+        header = self.decoder.open(data)
+        if self.use_gpu and self.decoder.is_plain_jpeg(header) and data.endswith(b"\xff\xd9"):  # not cut short
+            box = crop_box(header, self.cfg)
+            return Jpeg(self.pictures.name(index), data, box, flip=torch.rand(()).item() < self.cfg.hflip)
+        image = self.decoder.tensor(data, header)
+        image = F.resized_crop(
+            image,
+            *crop_box(image, self.cfg),
+            pair(self.cfg.image_size),
+            interpolation=InterpolationMode(self.cfg.interpolation),
+            antialias=True,
+        )
+        return self.augment(image)
+
+
+def crop_box(image: torch.Tensor | Image.Image, cfg: DataConfig) -> tuple[int, int, int, int]:
+    """Top, left, height and width of a random resized crop (Szegedy et al., arXiv 1409.4842).
+
+    timm's function does what torchvision's does, in a tenth of the time.
+    """
+    return RandomResizedCropAndInterpolation.get_params(image, cfg.crop_scale, cfg.crop_ratio)
+
+
+def _collate(items: list[tuple[Any, int, list[str]]]) -> tuple[torch.Tensor | Encoded, torch.Tensor, list[str]]:
+    """Images, or what the GPU is to decode; labels; failures."""
+    content, labels, failures = zip(*items, strict=True)
+    labels, failures = torch.tensor(labels), [text for texts in failures for text in texts]
+    if any(isinstance(item, Jpeg) for item in content):
+        return encode(content), labels, failures
+    return default_collate(list(content)), labels, failures
 
 
 class SyntheticDataset(Dataset):
@@ -197,43 +163,66 @@ class SyntheticDataset(Dataset):
     def __len__(self) -> int:
         return self.num_images
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, key: Key) -> tuple[torch.Tensor, int, list[str]]:
         _, index = key
-        return self.pool[index % len(self.pool)], PADDING if index == PADDING else index % self.num_classes
+        return self.pool[index % len(self.pool)], PADDING if index == PADDING else index % self.num_classes, []
 
 
 @contextlib.contextmanager
 def seeded(seed: int, number: int) -> Iterator[None]:
-    """Torch's, NumPy's and Python's generators at a point that follows from (seed, number); the caller's come back."""
+    """Torch's, NumPy's and Python's generators at a point that follows from (seed, number).
+
+    The caller's come back, except in a loader process, which draws from them nowhere else: that takes 0.1 ms a picture.
+    """
     state = np.random.SeedSequence([seed, number]).generate_state(3).tolist()
     torch_cpu = torch.default_generator  # not torch.manual_seed: it seeds every accelerator too, 0.5 ms a picture
-    before = torch_cpu.get_state(), np.random.get_state(), random.getstate()
+    before = (torch_cpu.get_state(), np.random.get_state(), random.getstate()) if get_worker_info() is None else None
     torch_cpu.manual_seed(state[0])
     np.random.seed(state[1])
     random.seed(state[2])
     try:
         yield
     finally:
-        torch_cpu.set_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
+        if before is not None:
+            torch_cpu.set_state(before[0])
+            np.random.set_state(before[1])
+            random.setstate(before[2])
 
 
 class TrainSampler(Sampler):
-    """Microbatches of one rank from `start_step` on: lists of (sample number, index into the data set)."""
+    """Microbatches of one rank from `start_step` on: lists of (sample number, index into the data set).
 
-    def __init__(self, cfg: Config, num_images: int, *, rank: int, world_size: int, start_step: int) -> None:
-        self.seed = cfg.seed
+    Args:
+        cfg: the run's.
+        num_images: of the data set.
+        order: epoch -> the order in which it has the images, an integer array (N).
+        rank: this process's.
+        world_size: number of processes.
+        start_step: finished updates.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        num_images: int,
+        order: Callable[[int], np.ndarray | torch.Tensor],
+        *,
+        rank: int,
+        world_size: int,
+        start_step: int,
+    ) -> None:
         self.global_batch_size = cfg.global_batch_size
         self.micro_batch_size, self.accumulation = micro_batch(cfg, world_size)
         self.num_images = num_images
+        self.repeats = cfg.data.repeated_augmentation
+        self.order = functools.lru_cache(maxsize=2)(order)  # a batch can span two epochs
         self.rank = rank
         self.steps = range(start_step, num_train_steps(cfg))
 
     def __len__(self) -> int:
         return len(self.steps) * self.accumulation
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[Key]]:
         per_rank = self.micro_batch_size * self.accumulation
         for step in self.steps:
             first = step * self.global_batch_size + self.rank * per_rank
@@ -241,14 +230,21 @@ class TrainSampler(Sampler):
                 yield [(n, self.index(n)) for n in range(start, start + self.micro_batch_size)]
 
     def index(self, number: int) -> int:
-        """The image that sample `number` of the stream is."""
-        epoch, place = divmod(number, self.num_images)
-        return int(self._permutation(epoch)[place])
+        """The image that sample `number` of the stream is.
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019  (a batch can span two epochs; a sampler lives as long as its run)
-    def _permutation(self, epoch: int) -> torch.Tensor:
-        seed = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)[0]
-        return torch.randperm(self.num_images, generator=torch.Generator().manual_seed(int(seed >> 1)))
+        With repeated augmentation (Hoffer et al., arXiv 1901.09335) a batch has each of its images `repeats` times,
+        half a batch and so on apart, and the stream of images goes that much slower; an epoch still is N samples.
+        """
+        step, position = divmod(number, self.global_batch_size)
+        images = self.global_batch_size // self.repeats
+        epoch, place = divmod(step * images + position % images, self.num_images)
+        return int(self.order(epoch)[place])
+
+
+def _shuffled(num_images: int, seed: int, epoch: int) -> torch.Tensor:
+    """A permutation of the images that follows from (seed, epoch)."""
+    state = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0]
+    return torch.randperm(num_images, generator=torch.Generator().manual_seed(int(state >> 1)))
 
 
 class EvalSampler(Sampler):
@@ -269,23 +265,6 @@ class EvalSampler(Sampler):
             yield [(i, i if i < self.num_images else PADDING) for i in range(first, first + self.batch_size)]
 
 
-def train_transform(cfg: DataConfig) -> v2.Transform:
-    """PIL picture to a uint8 tensor (C, Y, X): random resized crop, flip."""
-    return v2.Compose(
-        [
-            v2.RandomResizedCrop(
-                pair(cfg.image_size),
-                scale=cfg.crop_scale,
-                ratio=cfg.crop_ratio,
-                interpolation=InterpolationMode(cfg.interpolation),
-                antialias=True,
-            ),
-            v2.RandomHorizontalFlip(cfg.hflip),
-            v2.PILToTensor(),
-        ]
-    )
-
-
 def eval_transform(cfg: DataConfig) -> v2.Transform:
     """PIL picture to a uint8 tensor (C, Y, X): resize by crop_pct, centre crop, as timm's create_transform does.
 
@@ -303,31 +282,56 @@ def eval_transform(cfg: DataConfig) -> v2.Transform:
     )
 
 
-def _dataset(cfg: Config, split: str) -> Dataset:
-    if cfg.data.source == "synthetic":
-        num_images = cfg.data.num_synthetic_train if split == "train" else cfg.data.num_synthetic_val
-        shape = (cfg.model.in_chans, *pair(cfg.data.image_size))
-        return SyntheticDataset(num_images, shape, cfg.model.num_classes, seed=cfg.seed)
-    transform = train_transform(cfg.data) if split == "train" else eval_transform(cfg.data)
-    samples = scan(cfg.data.path, split).samples
-    return FolderDataset(samples, transform, seed=cfg.seed, in_chans=cfg.model.in_chans)
+class Loader(DataLoader):
+    """Batches of (images, labels); says what could not be read, and gives up when that is too much."""
+
+    def __init__(self, dataset: Dataset, sampler: Sampler, cfg: Config) -> None:
+        super().__init__(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=_collate,
+            num_workers=cfg.data.num_workers,
+            persistent_workers=cfg.data.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # a loader draws a seed for its workers: not from the run's own generator
+        )
+        self.cfg = cfg
+        self.unreadable: set[str] = set()
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return self._readable(super().__iter__())  # whose workers start now, not at the first batch
+
+    def _readable(self, batches: Iterator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for images, labels, failures in batches:
+            for text in failures:
+                self._report(text)
+            yield images, labels
+
+    def _report(self, text: str) -> None:
+        if text in self.unreadable:
+            return
+        self.unreadable.add(text)
+        if len(self.unreadable) > self.cfg.data.max_errors:
+            raise OSError(f"{text}; more than data.max_errors={self.cfg.data.max_errors} pictures cannot be read")
+        logger.warning("%s; left out (%d so far)", text, len(self.unreadable))
 
 
-def build_loaders(cfg: Config, *, rank: int, world_size: int, start_step: int) -> tuple[DataLoader, DataLoader]:
+def build_loaders(cfg: Config, *, rank: int, world_size: int, start_step: int) -> tuple[Loader | Ahead, Loader]:
     """The training stream from `start_step` on, a microbatch an item, and the validation set, a batch an item."""
-    train_set, val_set = _dataset(cfg, "train"), _dataset(cfg, "val")
     micro, _ = micro_batch(cfg, world_size)
-    samplers = (
-        TrainSampler(cfg, len(train_set), rank=rank, world_size=world_size, start_step=start_step),
-        EvalSampler(len(val_set), batch_size=micro, rank=rank, world_size=world_size),
-    )
-    options = {
-        "num_workers": cfg.data.num_workers,
-        "persistent_workers": cfg.data.num_workers > 0,
-        "pin_memory": torch.cuda.is_available(),
-        "generator": torch.Generator(),  # a loader draws a seed for its workers: not from the run's own generator
-    }
-    return tuple(
-        DataLoader(dataset, batch_sampler=sampler, **options)
-        for dataset, sampler in zip((train_set, val_set), samplers, strict=True)
-    )
+    place = {"rank": rank, "world_size": world_size}
+    order = functools.partial(_shuffled, sizes(cfg)[0], cfg.seed)
+    if cfg.data.source == "synthetic":
+        shape = (cfg.model.in_chans, *pair(cfg.data.image_size))
+        train_set, val_set = (
+            SyntheticDataset(num_images, shape, cfg.model.num_classes, seed=cfg.seed) for num_images in sizes(cfg)[:2]
+        )
+    else:
+        train, val = scan(cfg.data.path, "train"), scan(cfg.data.path, "val")
+        train_set, val_set = PictureDataset(train, cfg, is_train=True), PictureDataset(val, cfg, is_train=False)
+
+    train_loader = Loader(train_set, TrainSampler(cfg, len(train_set), order, start_step=start_step, **place), cfg)
+    val_loader = Loader(val_set, EvalSampler(len(val_set), batch_size=micro, **place), cfg)
+    if cfg.data.decoder == "nvjpeg" and cfg.data.source != "synthetic":
+        return Ahead(train_loader, cfg, torch.device("cuda", torch.cuda.current_device())), val_loader
+    return train_loader, val_loader

@@ -165,6 +165,12 @@ class DataConfig:
     path: str | None
     image_size: Size
     num_workers: NonNegativeInt
+    decoder: Literal["pillow", "torchvision", "nvjpeg"]
+    exif_orientation: bool
+    max_pixels: PositiveInt
+    on_error: Literal["raise", "skip"]
+    max_errors: NonNegativeInt
+    repeated_augmentation: PositiveInt
     crop_scale: Range
     crop_ratio: Range
     hflip: Annotated[float, Field(ge=0, le=1)]
@@ -176,10 +182,15 @@ class DataConfig:
     num_synthetic_val: PositiveInt | None
 
     def __post_init__(self) -> None:
-        if self.source == "folder" and self.path is None:
+        if self.source != "synthetic" and self.path is None:
             raise ConfigError("data.path=null: give the folder that holds train/ and val/, data.path=/data/imagenet")
         if self.source == "synthetic" and None in (self.num_synthetic_train, self.num_synthetic_val):
             raise ConfigError("data.source=synthetic needs data.num_synthetic_train and data.num_synthetic_val")
+        if self.decoder == "nvjpeg" and self.on_error == "skip":
+            raise ConfigError(
+                "data.on_error=skip with data.decoder=nvjpeg: the GPU decodes when the batch has been put together; "
+                "use data.decoder=torchvision"
+            )
         if self.crop_scale[0] > self.crop_scale[1] or self.crop_scale[1] > 1:
             raise ConfigError(f"data.crop_scale={list(self.crop_scale)} is not an ascending range within 0..1")
         if self.crop_ratio[0] > self.crop_ratio[1]:
@@ -375,6 +386,11 @@ class Config:
                 f"data.image_size={self.data.image_size} is not model.img_size={self.model.img_size}: "
                 "set model.img_size only, the data follow it"
             )
+        if self.global_batch_size % self.data.repeated_augmentation:
+            raise ConfigError(
+                f"global_batch_size={self.global_batch_size} is not a multiple of "
+                f"data.repeated_augmentation={self.data.repeated_augmentation}: change one of them"
+            )
         for key, values in (("mean", self.data.mean), ("std", self.data.std)):
             if len(values) not in (1, self.model.in_chans):
                 raise ConfigError(
@@ -457,6 +473,8 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
                     f"mfsdp.{key}={getattr(cfg.mfsdp, key)} with fp8_config.quantized_model_init=true: "
                     f"Megatron-FSDP has FP8 weights only with {wanted}"
                 )
+    if cfg.data.decoder == "nvjpeg" and not torch.cuda.is_available():
+        raise ConfigError("data.decoder=nvjpeg needs a CUDA GPU: use data.decoder=torchvision")
     axes = cfg.distributed
     outer, shard = axes.dp_outer or 1, axes.dp_shard or world_size // (axes.dp_outer or 1)
     if script == "train_ddp" and (axes.dp_outer, axes.dp_shard) != (None, None):

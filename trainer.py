@@ -228,10 +228,10 @@ def _introduce(run: Run, cfg: Config, session: Session, *, start_step: int, tota
         "global batch %d = %d images x %d ranks x %d microbatches; steps %d to %d",
         *(cfg.global_batch_size, micro, session.world_size, accumulation, start_step + 1, total_steps),
     )
-    if cfg.data.source == "folder":
+    if cfg.data.source != "synthetic":
         for split in ("train", "val"):
-            folder = scan(cfg.data.path, split)
-            logger.info("%s: %d images, skipped %s", split, len(folder.samples), folder.skipped or "nothing")
-            labels = {label for _, label in folder.samples}
-            if absent := [name for label, name in enumerate(folder.classes) if label not in labels]:
+            found = scan(cfg.data.path, split)
+            logger.info("%s: %d images, skipped %s", split, len(found), found.skipped or "nothing")
+            labels = set(np.unique(found.labels).tolist())
+            if absent := [name for label, name in enumerate(found.classes) if label not in labels]:
                 logger.warning("%s: no images of %d classes: %s", split, len(absent), ", ".join(absent[:10]))

@@ -28,6 +28,7 @@ import timm
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from timm.data import ImageNetInfo
 from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models import get_arch_name, is_model_pretrained
 from timm.models.vision_transformer import VisionTransformer as TimmViT
@@ -43,6 +44,8 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 NESTS = ("model", "state_dict", "model_state_dict", "module")  # under which files of others keep the weights
 WRAPPERS = {"module", "_orig_mod", "model"}  # parts of names that DDP, torch.compile and Lightning add
 HEAD = ("head.weight", "head.bias")
+# Keys of the config's data section that a model is evaluated with.
+DATA_SETTINGS = ("mean", "std", "interpolation", "crop_pct", "exif_orientation", "max_pixels")
 
 # A layer in timm -> the same in Hugging Face's ViT. The first name is transformers 4's, which 5 writes to files, too;
 # the second one is that of transformers 5's modules. q, k and v are the thirds of timm's attn.qkv.
@@ -504,8 +507,22 @@ def _timm_config(state: dict[str, Any]) -> dict[str, Any]:
             "first_conv": "patch_embed.proj",
             "classifier": "head",
             **({"label_names": state["classes"]} if state["classes"] else {}),
+            **({"label_descriptions": names} if (names := descriptions(state["classes"])) else {}),
         },
+        "decoding": {key: data[key] for key in ("exif_orientation", "max_pixels")},  # infer.py's; timm has no such
     }
+
+
+def descriptions(classes: Iterable[str]) -> dict[str, str]:
+    """What ImageNet's wnids mean, by timm's table: class name -> description; empty if a class is no wnid."""
+    pattern = re.compile(r"n\d{8}")
+    if not classes or not all(pattern.fullmatch(name) for name in classes):
+        return {}
+    table = ImageNetInfo()
+    try:
+        return {name: table.label_name_to_description(name) for name in classes}
+    except KeyError:
+        return {}
 
 
 def export_hugging_face(step_folder: Path, target: Path) -> None:

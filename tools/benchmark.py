@@ -13,12 +13,16 @@ their metrics.jsonl: the whole loss curve, and the median of speed, MFU and memo
 `step` times one GPU's whole step (forward, backward, clipping, AdamW; FP32 weights and moments; noise) for our blocks,
 timm's, and the least that a TransformerEngine block can be, each after its gradients were compared with float32 timm's.
 `save` times how long saves hold up the training, synchronous and asynchronous ones, as a run's log tells it.
+`loader` measures reading pictures: images a second and CPU core for each way of decoding, beside torchvision's
+ImageFolder with Pillow and NVIDIA's DALI where it is installed; then images a second that arrive on the device.
 `profile` says where the time of a step goes under one strategy, by kinds of kernels. `plot` draws the loss curves of
 `train`.
 """
 
 import argparse
+import collections
 import contextlib
+import functools
 import gc
 import importlib
 import itertools
@@ -39,7 +43,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-PACKAGES = ("torch", "torchvision", "timm", "megatron-fsdp", "transformer-engine", "torchdata", "hydra-core")
+PACKAGES = ("torch", "torchvision", "timm", "megatron-fsdp", "transformer-engine", "torchdata", "hydra-core", "pillow")
 
 
 def provenance() -> dict[str, Any]:
@@ -348,6 +352,142 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+class Clocked:
+    """A data set whose items tell how much CPU time their process has used."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, key: Any) -> tuple[Any, float]:
+        return self.dataset[key], time.process_time()
+
+
+def cpu_seconds(dataset: Any, keys: list[Any], collate: Callable, batch: int) -> float:
+    """CPU seconds an image that one loader process needs, putting batches together included."""
+    from torch.utils.data import DataLoader
+
+    def gather(items: list[tuple[Any, float]]) -> tuple[Any, float]:
+        collate([item for item, _ in items])
+        return items[-1][1], time.process_time()
+
+    batches = [keys[i : i + batch] for i in range(0, len(keys) - batch + 1, batch)]
+    loader = DataLoader(Clocked(dataset), batch_sampler=batches, num_workers=1, collate_fn=gather)
+    clocks = [after for _, after in loader]
+    return (clocks[-1] - clocks[0]) / (len(batches) - 1) / batch  # the first batch warms up
+
+
+def dali(files: list[str], size: int, interpolation: str, batch: int) -> Callable[[], float] | None:
+    """A function that measures DALI's CPU seconds an image (decodes the crop, antialiased); None without DALI."""
+    try:
+        from nvidia.dali import fn, pipeline_def, types
+    except ImportError:
+        return None
+
+    @pipeline_def(batch_size=batch, num_threads=1, device_id=None, prefetch_queue_depth=1)
+    def pipeline() -> Any:
+        data, labels = fn.readers.file(files=files, dont_use_mmap=True)
+        crop = {"random_area": [0.08, 1.0], "random_aspect_ratio": [3 / 4, 4 / 3]}
+        images = fn.decoders.image_random_crop(data, device="cpu", output_type=types.RGB, **crop)
+        kinds = {"bicubic": types.INTERP_CUBIC, "bilinear": types.INTERP_LINEAR}
+        images = fn.resize(images, size=[size, size], interp_type=kinds[interpolation], antialias=True)
+        return fn.flip(images, horizontal=fn.random.coin_flip()), labels
+
+    built = pipeline()
+    built.build()
+    built.run()
+
+    def measure() -> float:
+        start = time.process_time()  # of all threads
+        for _ in range(len(files) // batch):
+            built.run()
+        return (time.process_time() - start) / (len(files) // batch) / batch
+
+    return measure
+
+
+def loader(args: argparse.Namespace) -> dict[str, Any]:
+    """CPU seconds an image in turn for each way, several rounds; then what reaches the device."""
+    import schema
+
+    import torch
+    from torch.utils.data import default_collate
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+
+    import imagenet_dataset as data
+
+    originals = sorted(path.resolve() for path in args.files.rglob("*") if path.suffix.lower() in (".jpeg", ".jpg"))
+    results: dict[str, Any] = {"files": len(originals), "per_core": {}, "to_device": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for split, repeats in (("train", args.repeat), ("val", 1)):  # links: the page cache holds the files once
+            for i, (path, k) in enumerate(itertools.product(originals, range(repeats))):
+                link = Path(folder) / split / f"class{i % 10}" / f"{k:04d}_{path.name}"
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(path)
+
+        def config(*overrides: str) -> Any:
+            base = [f"data.path={folder}", "output_dir=unused", "num_epochs=1", "global_batch_size=64"]
+            return schema.load_config("vit_base_patch16_224", [*base, *overrides, *args.overrides])
+
+        ways: dict[str, Callable[[], float]] = {}
+        for interpolation in ("bilinear", "bicubic"):
+            chosen = f"data.interpolation={interpolation}"
+            size, num = config(chosen).data.image_size, len(originals) * 4
+            crop = transforms.RandomResizedCrop(size, interpolation=transforms.InterpolationMode(interpolation))
+            flip = transforms.RandomHorizontalFlip()
+            to_float = [transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+            reference = ImageFolder(f"{folder}/train", transforms.Compose([crop, flip, *to_float]))
+            generator = torch.Generator().manual_seed(0)
+            picked = torch.randperm(len(reference), generator=generator)[:num].tolist()
+            ways[f"ImageFolder, Pillow, {interpolation}"] = functools.partial(
+                cpu_seconds, reference, picked, default_collate, 64
+            )
+            for decoder in ("pillow", "torchvision"):
+                cfg = config(chosen, f"data.decoder={decoder}")
+                ours = data.PictureDataset(data.scan(cfg.data.path, "train"), cfg, is_train=True)
+                keys = list(enumerate(picked))
+                ways[f"ours, {decoder}, {interpolation}"] = functools.partial(
+                    cpu_seconds, ours, keys, data._collate, 64
+                )
+            files = [reference.samples[i][0] for i in picked]
+            if measure := dali(files, size, interpolation, 64):
+                ways[f"DALI on the CPU, {interpolation}"] = measure
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _, (name, measure) in itertools.product(range(args.rounds), ways.items()):
+            seconds[name].append(measure())
+        for name, measured in seconds.items():
+            rate = round(1 / statistics.median(measured), 1)
+            row = {"images_per_core_second": rate, "rounds": [round(1 / s, 1) for s in measured]}
+            results["per_core"][name] = row
+            print(json.dumps({"way": name} | row), flush=True)
+
+        for decoder in ("torchvision", "nvjpeg") if torch.cuda.is_available() else ("torchvision",):
+            workers = f"data.num_workers={args.workers}"
+            cfg = config(f"data.decoder={decoder}", workers, f"global_batch_size={args.batch}", "num_epochs=3")
+            started = time.perf_counter()
+            batches = iter(data.build_loaders(cfg, rank=0, world_size=1, start_step=0)[0])
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            next(batches)
+            first = time.perf_counter() - started
+            for _ in range(args.workers):  # what was read ahead is not counted
+                next(batches)[0].to(device)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            begun, count = time.perf_counter(), 0
+            for images, _ in itertools.islice(batches, args.batches):
+                images.to(device, non_blocking=True)
+                count += len(images)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            rate = count / (time.perf_counter() - begun)
+            row = {"decoder": decoder, "workers": args.workers, "images_per_second": round(rate, 1)}
+            row |= {"batch": args.batch, "batches": args.batches, "first_batch_s": round(first, 3)}
+            results["to_device"].append(row)
+            print(json.dumps(row), flush=True)
+            del batches
+    return results
+
+
 KERNELS = {  # first match counts
     "communication": "nccl",
     "attention": "flash|fmha|sdpa|cudnn.*attn|softmax",
@@ -415,8 +555,10 @@ def summarise(events: Any, steps: int) -> dict[str, Any]:
         if e.device_type == DeviceType.CUDA and not e.name.startswith(("ProfilerStep", "nccl:", "## "))
     )
     kinds: dict[str, float] = dict.fromkeys([*KERNELS, "pointwise and other"], 0.0)
+    names: dict[str, float] = collections.defaultdict(float)
     compute, everything = [], []
     for start, end, name in kernels:
+        names[name[:120]] += end - start
         kind = next((k for k, pattern in KERNELS.items() if re.search(pattern, name)), "pointwise and other")
         kinds[kind] += end - start
         everything.append((start, end))
@@ -431,6 +573,7 @@ def summarise(events: Any, steps: int) -> dict[str, Any]:
         "communication_not_hidden_ms": round((busy - computing) / 1e3 / steps, 2),
         "gpu_idle_ms": round((window - busy) / 1e3 / steps, 2),
         "kernels_a_step": len(kernels) // steps,
+        "longest_ms": {name: round(names[name] / 1e3 / steps, 2) for name in sorted(names, key=names.get)[:-16:-1]},
     }
 
 
@@ -495,6 +638,15 @@ def main() -> None:
     sub.add_argument("--steps", type=int, default=15)
     sub.add_argument("--warmup", type=int, default=6)
     sub.add_argument("--output", type=Path, required=True)
+    sub = commands.add_parser("loader", help="how fast pictures are read")
+    sub.add_argument("--files", type=Path, required=True, help="a folder of JPEGs")
+    sub.add_argument("--repeat", type=int, default=100, help="times that each file stands in the training set")
+    sub.add_argument("--rounds", type=int, default=5)
+    sub.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    sub.add_argument("--batch", type=int, default=256)
+    sub.add_argument("--batches", type=int, default=40)
+    sub.add_argument("--output", type=Path, required=True)
+    sub.add_argument("overrides", nargs="*", help="after --: values of the config")
     sub = commands.add_parser("profile", help="where a step's time goes; under torchrun for more than one GPU")
     sub.add_argument("--script", required=True)
     sub.add_argument("--warmup", type=int, default=8)
@@ -509,7 +661,7 @@ def main() -> None:
     if args.what == "plot":
         plot(args)
         return
-    results = {"train": train, "save": save, "step": step, "profile": profile}[args.what](args)
+    results = {"train": train, "save": save, "step": step, "loader": loader, "profile": profile}[args.what](args)
     if int(os.environ.get("RANK", "0")) == 0:
         write(args.output, results)
         if args.what == "profile":

@@ -1,0 +1,283 @@
+"""Bytes of a picture, whatever is in them, to the right pixels: on the CPU one by one, on the GPU a batch at a time.
+
+Every picture ends as 8-bit RGB (or grey, for models of one channel):
+
+    CMYK, YCbCr, Lab, palettes   converted by Pillow, which also undoes Adobe's inversion
+    16 bits a channel            divided by 257, so that white stays white; other depths are refused
+    transparency                 laid over white
+    animations                   the first frame
+    EXIF orientation             applied if `data.exif_orientation` says so; unreadable EXIF counts as none
+    wrong extension              the content decides
+
+Pillow decodes what the reference numbers of timm and torchvision were made with. torchvision's decoder gives the same
+pixels faster, since both are libjpeg-turbo; it takes JPEGs only, everything else goes to Pillow.
+"""
+
+from schema import Config, pair
+
+import contextlib
+import dataclasses
+import io
+import queue
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torchvision.io import ImageReadMode, decode_jpeg
+
+Image.MAX_IMAGE_PIXELS = None  # Pillow's own bound is fixed at two values; ours is data.max_pixels
+ORIENTATION = 0x0112  # EXIF tag
+WHITE = (255, 255, 255, 255)
+
+
+class PictureError(ValueError):
+    """A picture that cannot be used; the text says why, without its name."""
+
+
+class Decoder:
+    """What pictures are decoded with.
+
+    Args:
+        in_chans: 3 for RGB, 1 for grey.
+        decoder: torchvision or pillow; nvjpeg means torchvision here, for what the GPU does not take.
+        exif_orientation: turn pictures as EXIF says.
+        max_pixels: of a picture; more are refused.
+    """
+
+    def __init__(self, in_chans: int, *, decoder: str, exif_orientation: bool, max_pixels: int) -> None:
+        self.mode = "L" if in_chans == 1 else "RGB"
+        self.exif_orientation = exif_orientation
+        self.max_pixels = max_pixels
+        self.use_pillow = decoder == "pillow"
+
+    def open(self, data: bytes) -> Image.Image:
+        """The header, read and checked; no pixel is decoded.
+
+        Raises:
+            PictureError: not a picture, or one of more than `max_pixels`.
+        """
+        with _named_errors():
+            image = Image.open(io.BytesIO(data))
+        width, height = image.size
+        if width * height > self.max_pixels:
+            raise PictureError(f"{width} x {height} pixels are more than data.max_pixels={self.max_pixels}")
+        return image
+
+    def pillow(self, data: bytes, header: Image.Image | None = None) -> Image.Image:
+        """A picture of this decoder's mode; `header` is what `open` gave, if it was called.
+
+        Raises:
+            PictureError: it cannot be read.
+        """
+        image = header or self.open(data)
+        with _named_errors():
+            image.load()  # before EXIF is asked for: what damage that meets, `_orientation` forgives
+            if self.exif_orientation:
+                image = _upright(image)
+            image = _eight_bits(image)
+            if image.has_transparency_data:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, WHITE), image)
+            return image.convert(self.mode)
+
+    def tensor(self, data: bytes, header: Image.Image | None = None) -> torch.Tensor:
+        """(C, Y, X), uint8: the same pixels as `pillow`, by torchvision's decoder where that is faster.
+
+        Raises:
+            PictureError: it cannot be read.
+        """
+        header = header or self.open(data)
+        if not self.use_pillow and self.is_plain_jpeg(header):
+            mode = ImageReadMode.GRAY if self.mode == "L" else ImageReadMode.RGB
+            # What torchvision refuses, Pillow refuses in clearer words, or can read after all.
+            with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of bytes, which cannot be written to; decode_jpeg does not
+                return decode_jpeg(torch.frombuffer(data, dtype=torch.uint8), mode=mode)
+        array = np.array(self.pillow(data, header))
+        return torch.from_numpy(array).view(*array.shape[:2], -1).permute(2, 0, 1)
+
+    def is_plain_jpeg(self, image: Image.Image) -> bool:
+        """Whether a JPEG decoder alone gives the right pixels: no CMYK, nothing to turn.
+
+        Grey from colour is Pillow's sum of RGB, which JPEG's own luminance differs from by rounding.
+        """
+        is_known = image.format in ("JPEG", "MPO") and image.mode in (("L",) if self.mode == "L" else ("L", "RGB"))
+        return is_known and (not self.exif_orientation or _orientation(image) == 1)
+
+
+@contextlib.contextmanager
+def _named_errors() -> Iterator[None]:
+    """Whatever a decoder raises, as PictureError; its warnings about odd but readable files are dropped."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except PictureError:
+            raise
+        except UnidentifiedImageError as error:
+            raise PictureError("not a picture of a known format") from error
+        except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error, RuntimeError, ...
+            reason = (str(error).splitlines() or [""])[0]
+            raise PictureError(f"{type(error).__name__}: {reason}") from error
+
+
+def _orientation(image: Image.Image) -> int:
+    """1 to 8; 1, upright, also where EXIF says nothing sensible or cannot be read."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            orientation = image.getexif().get(ORIENTATION, 1)
+    except Exception:  # damaged EXIF is no reason to lose the picture
+        return 1
+    return orientation if orientation in range(1, 9) else 1
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    return ImageOps.exif_transpose(image) if _orientation(image) != 1 else image
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Grey of 16 bits scaled to 8; Pillow's own conversion would clip it to white."""
+    if image.mode.startswith("I"):
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > 65535:
+            raise PictureError(f"grey values from {values.min()} to {values.max()} are not of 16 bits")
+        return Image.fromarray(((values + 128) // 257).astype(np.uint8))
+    if image.mode == "F":
+        raise PictureError("floating-point pixels have no known range")
+    return image
+
+
+@dataclasses.dataclass
+class Jpeg:
+    """A JPEG for the GPU's decoder, and what to do with it: cut out (top, left, height, width), perhaps mirror."""
+
+    name: str
+    data: bytes
+    box: tuple[int, int, int, int]
+    flip: bool
+
+
+@dataclasses.dataclass
+class Encoded:
+    """A batch in which the pictures at `jpegs`' places are still to be decoded; the others are in `pictures`.
+
+    One tensor holds all files: a tensor each would cost a file descriptor each on the way from the loader's process.
+    """
+
+    jpegs: dict[int, Jpeg]  # place in the batch -> all but the data
+    lengths: list[int]
+    files: torch.Tensor
+    pictures: dict[int, torch.Tensor]
+
+    def pin_memory(self) -> "Encoded":
+        """Called by DataLoader. nvJPEG reads from ordinary memory: there is nothing to do."""
+        return self
+
+
+def encode(items: Sequence[Jpeg | torch.Tensor]) -> Encoded:
+    """Put a batch together for `decode_on_gpu`."""
+    jpegs = {place: item for place, item in enumerate(items) if isinstance(item, Jpeg)}
+    files = np.frombuffer(b"".join(item.data for item in jpegs.values()), np.uint8)
+    return Encoded(
+        jpegs={place: dataclasses.replace(item, data=b"") for place, item in jpegs.items()},
+        lengths=[len(item.data) for item in jpegs.values()],
+        files=torch.from_numpy(files),
+        pictures={place: item for place, item in enumerate(items) if place not in jpegs},
+    )
+
+
+def decode_on_gpu(batch: Encoded, cfg: Config, device: torch.device) -> torch.Tensor:
+    """(B, C, Y, X), uint8: torchvision's nvJPEG decoder, then each crop resized with torch's antialiasing.
+
+    nvJPEG rounds its inverse transform otherwise and spreads the halved colour channels otherwise than libjpeg-turbo:
+    tests/test_gpu_decode.py holds the tolerance.
+
+    Raises:
+        OSError: a JPEG cannot be decoded; the text names it.
+    """
+    size = pair(cfg.data.image_size)
+    num_images = len(batch.jpegs) + len(batch.pictures)
+    images = torch.empty(num_images, cfg.model.in_chans, *size, dtype=torch.uint8, device=device)
+    mode = ImageReadMode.GRAY if cfg.model.in_chans == 1 else ImageReadMode.RGB
+    files = list(batch.files.split(batch.lengths))
+    try:
+        decoded = decode_jpeg(files, mode=mode, device=device)
+    except RuntimeError:  # which one was it?
+        for jpeg, file in zip(batch.jpegs.values(), files, strict=True):
+            try:
+                decode_jpeg([file], mode=mode, device=device)
+            except RuntimeError as error:
+                raise OSError(f"cannot read {jpeg.name}: {str(error).splitlines()[0]}") from error
+        raise
+    for (place, jpeg), image in zip(batch.jpegs.items(), decoded, strict=True):
+        top, left, height, width = jpeg.box
+        crop = image[None, :, top : top + height, left : left + width].float()
+        resized = F.interpolate(crop, size, mode=cfg.data.interpolation, antialias=True)
+        images[place] = resized[0].round_().clamp_(0, 255)
+    for place, picture in batch.pictures.items():
+        images[place] = picture.to(device)
+    flips = torch.tensor([place in batch.jpegs and batch.jpegs[place].flip for place in range(num_images)])
+    return torch.where(flips.to(device)[:, None, None, None], images.flip(-1), images)
+
+
+def bounded(image: Image.Image) -> Image.Image:
+    """A picture of which the short side can be resized without the long one becoming endless: its middle, 8 : 1."""
+    width, height = image.size
+    longest = 8 * min(width, height)
+    left, top = max(0, width - longest) // 2, max(0, height - longest) // 2
+    return image.crop((left, top, width - left, height - top)) if left or top else image
+
+
+class Ahead:
+    """Batches of a loader, decoded on the GPU in a thread and a stream of their own, `depth` batches ahead."""
+
+    def __init__(self, loader: Iterable, cfg: Config, device: torch.device, *, depth: int = 2) -> None:
+        self.loader, self.cfg, self.device, self.depth = loader, cfg, device, depth
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        done: queue.Queue = queue.Queue(self.depth)
+        stopped = threading.Event()
+
+        def put(item: Any) -> None:
+            while not stopped.is_set():
+                with contextlib.suppress(queue.Full):
+                    return done.put(item, timeout=0.1)
+
+        def work() -> None:
+            torch.cuda.set_device(self.device)
+            stream = torch.cuda.Stream(self.device)
+            try:
+                for batch, *rest in self.loader:
+                    with torch.cuda.stream(stream):
+                        is_encoded = isinstance(batch, Encoded)
+                        images = decode_on_gpu(batch, self.cfg, self.device) if is_encoded else batch.to(self.device)
+                    put((images, stream.record_event(), rest))
+                    if stopped.is_set():
+                        return
+                put(None)
+            except BaseException as error:  # raised again where the batches are used
+                put(error)
+
+        thread = threading.Thread(target=work, name="nvjpeg", daemon=True)
+        thread.start()
+        try:
+            while (item := done.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                images, ready, rest = item
+                current = torch.cuda.current_stream(self.device)
+                current.wait_event(ready)
+                images.record_stream(current)
+                yield images, *rest
+        finally:
+            stopped.set()
+            thread.join()

@@ -1,0 +1,154 @@
+"""Pictures in, class names out, from an exported model.
+
+    python infer.py runs/demo/checkpoints/final_model picture.jpg folder/of/pictures
+    python infer.py MODEL folder/ --json answers.json --sheet answers.png
+
+MODEL is a final_model folder, or a step_XXXXXXXX folder, or a folder that holds some. Pictures are read as in
+evaluation: any mode and depth, EXIF as the run had it; one that cannot be read is named, the others go on, and the
+exit code is then 1.
+"""
+
+import schema
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from PIL import Image, ImageDraw
+from torch import nn
+
+import weights
+from decode import Decoder, PictureError, bounded
+from folders import IMAGE_EXTENSIONS
+
+
+def load_model(source: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of an exported folder, built by timm, or of one of our checkpoints, and the folder's config.json.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if (step := weights.newest_step(source)) is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            weights.export_timm(step, Path(folder) / "model")
+            return load_model(Path(folder) / "model")
+    try:
+        config = json.loads((source / "config.json").read_text())
+        model = timm.create_model(f"local-dir:{source}", pretrained=True)
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise schema.ConfigError(f"{source} is no model of ours or timm's ({reason}): give a final_model") from error
+    return model.eval(), config
+
+
+def class_names(model: nn.Module) -> list[str]:
+    """Names of the model's outputs; their numbers where it knows none."""
+    names = model.pretrained_cfg.get("label_names") or ()
+    return [*names, *(str(i) for i in range(len(names), model.num_classes))]
+
+
+class Reader:
+    """A picture's bytes to what the model takes, (C, Y, X), normalised: the pixels of the run's evaluation."""
+
+    def __init__(self, model: nn.Module, config: dict[str, Any]) -> None:
+        settings = timm.data.resolve_model_data_config(model)
+        self.transform = timm.data.create_transform(**settings, is_training=False)
+        decoding = config.get("decoding") or {"exif_orientation": False, "max_pixels": 2**28}  # timm's own folders
+        self.decoder = Decoder(settings["input_size"][0], decoder="pillow", **decoding)
+
+    def __call__(self, data: bytes) -> torch.Tensor:
+        """Raises PictureError if it is none."""
+        return self.transform(bounded(self.decoder.pillow(data)))
+
+
+def find(paths: list[Path]) -> Iterator[Path]:
+    """The files given, and the pictures in the folders given, by the ends of their names.
+
+    Raises:
+        ConfigError: a path is not there, or a folder holds no picture.
+    """
+    for path in paths:
+        if path.is_dir():
+            files = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_EXTENSIONS and p.is_file())
+            if not (files := [p for p in files if not p.name.startswith(".")]):
+                raise schema.ConfigError(f"{path} holds no pictures: give another folder, or files")
+            yield from files
+        elif path.is_file():
+            yield path
+        else:
+            raise schema.ConfigError(f"{path} is not there: give files or folders of pictures")
+
+
+def sheet(answers: list[dict[str, Any]], reader: Reader, target: Path, *, columns: int = 4, size: int = 224) -> None:
+    """A contact sheet: each picture as it is, and its classes below it."""
+    lines, height = 3, size + 3 * 16 + 8
+    rows = -(-len(answers) // columns)
+    page = Image.new("RGB", (columns * (size + 8), rows * height), "white")
+    draw = ImageDraw.Draw(page)
+    for i, answer in enumerate(answers):
+        left, top = (i % columns) * (size + 8) + 4, (i // columns) * height + 4
+        image = bounded(reader.decoder.pillow(Path(answer["file"]).read_bytes())).convert("RGB")
+        image.thumbnail((size, size))
+        page.paste(image, (left + (size - image.width) // 2, top + (size - image.height) // 2))
+        for line, found in enumerate(answer["top"][:lines]):
+            text = f"{found['probability']:4.0%}  {found['description'].split(',')[0]}"
+            draw.text((left, top + size + 2 + 16 * line), text[:36], fill="black")
+    page.save(target)
+
+
+def main() -> None:
+    """Parse, read, classify in batches, answer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument("pictures", type=Path, nargs="+", metavar="PICTURE")
+    parser.add_argument("--top", type=int, default=5, help="classes a picture")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="write the answers there")
+    parser.add_argument("--sheet", type=Path, help="write a contact sheet there, a PNG")
+    args = parser.parse_args()
+    try:
+        model, config = load_model(args.model)
+        files = list(find(args.pictures))
+    except schema.ConfigError as error:
+        schema.exit_with(str(error))
+    model, reader, names = model.to(args.device), Reader(model, config), class_names(model)
+    descriptions = model.pretrained_cfg.get("label_descriptions") or {}
+
+    answers, unreadable = [], 0
+    for start in range(0, len(files), args.batch_size):
+        readable, images = [], []
+        for file in files[start : start + args.batch_size]:
+            try:
+                images.append(reader(file.read_bytes()))
+                readable.append(file)
+            except (OSError, PictureError) as error:
+                print(f"error: cannot read {file}: {error}", file=sys.stderr)
+                unreadable += 1
+        if not images:
+            continue
+        with torch.inference_mode():
+            probabilities = model(torch.stack(images).to(args.device)).float().softmax(dim=1).cpu()
+        values, indices = probabilities.topk(min(args.top, len(names)), dim=1)
+        for file, row, found in zip(readable, values.tolist(), indices.tolist(), strict=True):
+            top = [
+                {"class": names[i], "description": descriptions.get(names[i], names[i]), "probability": p}
+                for p, i in zip(row, found, strict=True)
+            ]
+            answers.append({"file": str(file), "top": top})
+            print(f"{file}: " + ", ".join(f"{each['description']} {each['probability']:.3f}" for each in top))
+    if args.json:
+        args.json.write_text(json.dumps(answers, indent=1) + "\n")
+    if args.sheet and answers:
+        sheet(answers, reader, args.sheet)
+    sys.exit(1 if unreadable else 0)
+
+
+if __name__ == "__main__":
+    main()

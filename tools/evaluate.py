@@ -1,0 +1,120 @@
+"""Top-1 and top-5 of a checkpoint or an exported model on a folder of class folders.
+
+    python tools/evaluate.py runs/demo/checkpoints data/fashion_mnist_demo/val
+    torchrun --standalone --nproc-per-node 8 tools/evaluate.py MODEL /data/imagenet/val --per-class --output val.json
+
+MODEL as for infer.py. The pictures' pixels are those of the run's own evaluation, and every picture counts once at any
+number of processes. Classes go by their names: a folder may have some of the model's only.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import schema
+
+import argparse
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+import infer
+from decode import PictureError
+from folders import Folder, list_folder
+from imagenet_dataset import PADDING, EvalSampler
+
+
+class Pictures(Dataset):
+    """Normalised pictures with their labels, by EvalSampler's keys; padding is black and carries no label."""
+
+    def __init__(self, folder: Folder, reader: infer.Reader) -> None:
+        self.folder, self.reader = folder, reader
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
+        _, index = key
+        place = max(index, 0)
+        try:
+            image = self.reader(self.folder.read(place))
+        except PictureError as error:
+            raise OSError(f"cannot read {self.folder.name(place)}: {error}") from error
+        return (image, int(self.folder.labels[place])) if index != PADDING else (torch.zeros_like(image), PADDING)
+
+
+@torch.inference_mode()
+def evaluate(
+    model: torch.nn.Module, loader: DataLoader, *, num_classes: int, device: torch.device, precision: str
+) -> torch.Tensor:
+    """(num_classes, 3), float64, summed over all ranks: pictures, top-1 hits and top-5 hits of each class."""
+    sums = torch.zeros(num_classes, 3, dtype=torch.float64, device=device)
+    for images, labels in loader:
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            logits = model(images)
+        is_picture = labels != PADDING
+        labels = labels[is_picture]
+        hits = logits[is_picture].float().topk(min(5, num_classes), dim=1).indices == labels[:, None]  # B 5
+        counts = torch.stack([torch.ones_like(labels), hits[:, 0], hits.any(dim=1)], dim=1).double()
+        sums.index_add_(0, labels, counts)
+    dist.all_reduce(sums)
+    return sums
+
+
+def main() -> None:
+    """Parse, load, count, answer from rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--batch-size", type=int, default=64, help="pictures a process and batch")
+    parser.add_argument("--workers", type=int, default=4, help="loader processes a process")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--per-class", action="store_true", help="a table of all classes, worst first")
+    parser.add_argument("--output", type=Path, help="write the result there, as JSON")
+    args = parser.parse_args()
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        model, config = infer.load_model(args.model)
+        names = tuple(infer.class_names(model)) if model.pretrained_cfg.get("label_names") else None
+        folder = list_folder(args.folder.resolve(), names)
+        if len(folder.classes) > model.num_classes:
+            raise schema.ConfigError(f"{args.folder} has {len(folder.classes)} classes, the model {model.num_classes}")
+    except (schema.ConfigError, OSError) as error:
+        schema.exit_with(str(error))
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("highest" if args.precision == "fp32" else "high")
+    store = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if cuda else "gloo", **store)
+    sampler = EvalSampler(len(folder), batch_size=args.batch_size, rank=rank, world_size=world_size)
+    pictures = Pictures(folder, infer.Reader(model, config))
+    loader = DataLoader(pictures, batch_sampler=sampler, num_workers=args.workers, pin_memory=cuda)
+    # Reading fails on one rank only: its error ends the others through torchrun.
+    sums = evaluate(
+        model.to(device), loader, num_classes=model.num_classes, device=device, precision=args.precision
+    ).cpu()
+    dist.destroy_process_group()
+    if rank:
+        return
+    images, top1, top5 = sums.sum(dim=0).tolist()
+    result = {"images": int(images), "top1": top1 / images, "top5": top5 / images}
+    print(f"{args.folder}: {int(images)} pictures, top-1 {top1 / images:.4f}, top-5 {top5 / images:.4f}")
+    if args.per_class:
+        rows = sorted(
+            (hits / count, name, int(count))
+            for name, (count, hits, _) in zip(infer.class_names(model), sums.tolist(), strict=True)
+            if count
+        )
+        result["classes"] = {name: {"top1": rate, "images": count} for rate, name, count in rows}
+        print("\n".join(f"{rate:.4f}  {count:6d}  {name}" for rate, name, count in rows))
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
