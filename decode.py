@@ -15,11 +15,11 @@ pixels faster, since both are libjpeg-turbo; it takes JPEGs only, everything els
 
 from schema import Config, pair
 
+import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import io
-import queue
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -235,7 +235,10 @@ def bounded(image: Image.Image) -> Image.Image:
 
 
 class Ahead:
-    """Batches of a loader, decoded on the GPU in a thread and a stream of their own, `depth` batches ahead."""
+    """Batches of a loader, decoded on the GPU `depth` batches ahead, by as many threads in streams of their own.
+
+    One batch's pictures are cut and resized while the next one's are decoded.
+    """
 
     def __init__(self, loader: Iterable, cfg: Config, device: torch.device, *, depth: int = 2) -> None:
         self.loader, self.cfg, self.device, self.depth = loader, cfg, device, depth
@@ -244,40 +247,26 @@ class Ahead:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        done: queue.Queue = queue.Queue(self.depth)
-        stopped = threading.Event()
+        with concurrent.futures.ThreadPoolExecutor(self.depth, "nvjpeg") as threads:
+            coming: collections.deque = collections.deque()
+            for batch, *rest in self.loader:
+                coming.append((threads.submit(self._decode, batch), rest))
+                if len(coming) > self.depth:
+                    yield self._take(*coming.popleft())
+            while coming:
+                yield self._take(*coming.popleft())
 
-        def put(item: Any) -> None:
-            while not stopped.is_set():
-                with contextlib.suppress(queue.Full):
-                    return done.put(item, timeout=0.1)
+    def _decode(self, batch: Encoded | torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        torch.cuda.set_device(self.device)
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            is_encoded = isinstance(batch, Encoded)  # not if no picture was for the GPU
+            images = decode_on_gpu(batch, self.cfg, self.device) if is_encoded else batch.to(self.device)
+            return images, stream.record_event()
 
-        def work() -> None:
-            torch.cuda.set_device(self.device)
-            stream = torch.cuda.Stream(self.device)
-            try:
-                for batch, *rest in self.loader:
-                    with torch.cuda.stream(stream):
-                        is_encoded = isinstance(batch, Encoded)
-                        images = decode_on_gpu(batch, self.cfg, self.device) if is_encoded else batch.to(self.device)
-                    put((images, stream.record_event(), rest))
-                    if stopped.is_set():
-                        return
-                put(None)
-            except BaseException as error:  # raised again where the batches are used
-                put(error)
-
-        thread = threading.Thread(target=work, name="nvjpeg", daemon=True)
-        thread.start()
-        try:
-            while (item := done.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                images, ready, rest = item
-                current = torch.cuda.current_stream(self.device)
-                current.wait_event(ready)
-                images.record_stream(current)
-                yield images, *rest
-        finally:
-            stopped.set()
-            thread.join()
+    def _take(self, decoded: concurrent.futures.Future, rest: list[Any]) -> tuple[Any, ...]:
+        images, ready = decoded.result()
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(ready)
+        images.record_stream(current)
+        return images, *rest

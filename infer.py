@@ -102,7 +102,7 @@ def sheet(answers: list[dict[str, Any]], reader: Reader, target: Path, *, column
     page.save(target)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Parse, read, classify in batches, answer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL")
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write the answers there")
     parser.add_argument("--sheet", type=Path, help="write a contact sheet there, a PNG")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         model, config = load_model(args.model)
         files = list(find(args.pictures))

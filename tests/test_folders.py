@@ -131,7 +131,8 @@ def test_processes_of_a_machine_make_it_once(tree):
     for i in range(2000):
         (tree / f"train/a/many{i}.jpg").touch()
     age(tree)
-    spy = "import folders; real = folders._list; folders._list = lambda *a: print('listing') or real(*a); " + LIST
+    slow = "lambda *a: print('listing') or time.sleep(3) or real(*a)"  # so that all are there at the same time
+    spy = f"import folders, time; real = folders._list; folders._list = {slow}; {LIST}"
     running = [
         subprocess.Popen([sys.executable, "-c", spy, tree], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
@@ -188,3 +189,12 @@ def test_a_label_of_no_class_is_named(flat, line):
     (flat / "val.txt").write_text(line + "\n")
     with pytest.raises(schema.ConfigError, match=r"val.txt:1: .* is not a file name and one of the training classes"):
         fresh(flat, "val")
+
+
+def test_a_class_named_by_a_number_is_meant_by_its_name(flat):
+    for old, new in (("a", "10"), ("b", "2"), ("c", "1")):
+        (flat / "train" / old).rename(flat / "train" / new)
+    (flat / "val.txt").write_text("".join(f"ILSVRC2012_val_{i:08d}.JPEG {i % 2 + 1}\n" for i in range(1, 7)))
+    scan.cache_clear()
+    assert scan(str(flat), "train").classes == ("1", "10", "2")
+    assert [label for _, label in fresh(flat, "val")] == [2, 0, 2, 0, 2, 0]  # 2 and 1 by name, not third and second

@@ -63,7 +63,7 @@ def evaluate(
     return sums
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Parse, load, count, answer from rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL")
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--per-class", action="store_true", help="a table of all classes, worst first")
     parser.add_argument("--output", type=Path, help="write the result there, as JSON")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         model, config = infer.load_model(args.model)
