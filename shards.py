@@ -207,7 +207,7 @@ def find(path: str, split: str) -> list[Tar]:
     """The shards of one split by their names.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or one cannot be looked at.
     """
     root = Path(path).absolute()
     in_folder = root / split
@@ -224,7 +224,10 @@ def find(path: str, split: str) -> list[Tar]:
             f"data.path={path}: there are no shards {in_folder}/*.tar; tools/make_shards.py makes them from class "
             "folders, and compressed ones must be unpacked to .tar"
         )
-    stats = [os.stat(folder / name) for name in names]
+    try:
+        stats = [os.stat(folder / name) for name in names]
+    except OSError as error:  # a dangling link
+        raise ConfigError(f"data.path={path}: a shard cannot be looked at: {error}") from error
     return [
         Tar(os.path.relpath(folder / name, root), stat.st_size, stat.st_mtime_ns)
         for name, stat in zip(names, stats, strict=True)
@@ -257,8 +260,8 @@ def make_index(path: str, split: str) -> list[Listed]:
             _write_index(file, listed)
     except OSError as error:
         raise ConfigError(
-            f"data.path={path}: {file.name} is missing or older than the shards and cannot be made ("
-            f"{error.strerror or error}): run `python tools/make_shards.py --index {path}` where the folder is writable"
+            f"data.path={path}: {file.name} is missing or older than the shards and cannot be made ({error}): run "
+            f"`python tools/make_shards.py --index {path}` where the folder is writable"
         ) from error
     return listed
 

@@ -331,6 +331,9 @@ def test_no_shards(tmp_path):
     (tmp_path / "train/0.tar.gz").write_bytes(b"x")
     assert "make_shards.py makes them from class folders" in error_of(shards.load, str(tmp_path), "train", "raise")
     tar_of(tmp_path / "train/0.tar", [])
+    (tmp_path / "train/1.tar").symlink_to("nowhere")
+    assert "train/1.tar" in error_of(shards.load, str(tmp_path), "train", "raise")
+    (tmp_path / "train/1.tar").unlink()
     assert "hold no samples" in error_of(shards.load, str(tmp_path), "train", "raise")
 
 

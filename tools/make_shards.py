@@ -111,7 +111,7 @@ def plan(pictures: Pictures, args: argparse.Namespace) -> list[np.ndarray]:
     if args.megabytes_per_shard is None:
         return np.array_split(order, -(-len(order) // args.samples_per_shard))
     sizes = pictures.sizes()[order]
-    number = (np.cumsum(sizes) - sizes) // int(args.megabytes_per_shard * 1e6)
+    number = np.floor((np.cumsum(sizes) - sizes) / (args.megabytes_per_shard * 1e6))
     return np.split(order, np.flatnonzero(np.diff(number)) + 1)
 
 
@@ -249,19 +249,21 @@ def index(path: str) -> bool:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What shards are made with."""
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--samples-per-shard", type=_positive(int), default=1000, metavar="N", help="at most (1000)")
-    size.add_argument("--megabytes-per-shard", type=_positive(float), metavar="MB", help="about, of 10^6 bytes")
-    parser.add_argument("--seed", type=int, default=0, help="of the order (0)")
-    parser.add_argument("--workers", type=_positive(int), default=8, help="shards written at the same time (8)")
+    size.add_argument(
+        "--samples-per-shard", type=_number(int, above=0), default=1000, metavar="N", help="at most (1000)"
+    )
+    size.add_argument("--megabytes-per-shard", type=_number(float, above=0), metavar="MB", help="about, of 10^6 bytes")
+    parser.add_argument("--seed", type=_number(int, above=-1), default=0, help="of the order (0)")
+    parser.add_argument("--workers", type=_number(int, above=0), default=8, help="files worked on at the same time (8)")
 
 
-def _positive(kind: type) -> Callable[[str], Any]:
-    def positive(text: str) -> Any:
-        if not kind(text) > 0:
+def _number(kind: type, *, above: int) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        if not kind(text) > above:
             raise ValueError
         return kind(text)
 
-    return positive
+    return number
 
 
 def main() -> None:
