@@ -281,7 +281,7 @@ def _list_shard(root: Path, tar: Tar) -> Listed:
         except tarfile.TarError as error:  # not a tar from its start, or a header that tarfile cannot pass over
             note(CUT, f"is no whole, plain tar ({error})")
     rows, keys = [], []
-    for key, sample in samples.items():
+    for key, sample in sorted(samples.items(), key=lambda item: item[1].get("picture", (0, 0))):
         if "picture" not in sample:
             note(NO_PICTURE, f"{key} has no picture, only a .cls; endings of pictures are {sorted(IMAGE_EXTENSIONS)}")
         elif "label" not in sample:

@@ -291,17 +291,22 @@ def test_entries_that_are_no_samples_are_left_alone(tmp_path):
         (".b.jpg", b"x"),
         *sample("./d.1/a", 0),
         ("./d.1/a.seg.png", b"m"),
+        ("./d.1/a.txt", b"t"),
+        ("b.CLS", b" 1\n"),
+        ("c.cls", b"0"),
+        ("c.jpg", b"p"),
+        ("b.PNG", b"picture"),
     ]
-    tar_of(tmp_path / "train/0.tar", [*entries, ("./d.1/a.txt", b"t"), ("b.PNG", b"picture"), ("b.CLS", b" 1\n")])
+    tar_of(tmp_path / "train/0.tar", entries)
     tar_of(tmp_path / "train/._0.tar", [])
     with tarfile.open(tmp_path / "train/0.tar", "a") as tar:
         folder = tarfile.TarInfo("folder.jpg")
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
     found = shards.load(str(tmp_path), "train", "raise")
-    assert keys(found) == ["./d.1/a", "b"]
-    assert [found.read(0), found.read(1)] == [content("./d.1/a"), b"picture"]
-    assert found.labels.tolist() == [0, 1]
+    assert keys(found) == ["./d.1/a", "c", "b"]  # in the order of the pictures
+    assert [found.read(i) for i in range(3)] == [content("./d.1/a"), b"p", b"picture"]
+    assert found.labels.tolist() == [0, 0, 1]
     assert found.skipped == {shards.STRAY: 2}
 
 
