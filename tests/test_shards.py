@@ -221,7 +221,8 @@ def test_a_killed_make_shards_goes_on_and_ends_with_the_same_bytes(many, tmp_pat
             with tarfile.open(file) as tar:
                 assert len(tar.getmembers()) == 10
     assert run(make_shards, many, target, *options) == 0
-    assert files_of(target) == files_of(tmp_path / "straight")  # nothing temporary is left either
+    assert files_of(target) == files_of(tmp_path / "straight")
+    assert not list(target.rglob("*.tmp"))
     assert {file: file.stat().st_ino for file in whole} == whole  # kept, not written again
 
 
@@ -457,11 +458,18 @@ def test_only_new_and_changed_shards_are_listed_again(tmp_path, monkeypatch):
     stats = os.stat(root / names[1])
     tar_of(root / names[1], itertools.chain(*(sample(f"1_{i}", 2, 100 + 97 * i) for i in range(3))))  # other labels
     assert os.stat(root / names[1]).st_size == stats.st_size
+    found, listed = load()
+    assert listed == {names[1]}
+    assert found.labels.tolist() == [0, 1, 2, 2, 2, 0]
+
+    entries = itertools.chain(*(sample(f"1_{i}", 1, 100 + 97 * i) for i in range(3)), [("more.txt", bytes(20_000))])
+    tar_of(root / names[1], entries)  # another size, and a new shard
+    os.utime(root / names[1], ns=(stats.st_mtime_ns, stats.st_mtime_ns))
     simple(tmp_path / "more", [1, 1, 1, 4])
     shutil.copy(tmp_path / "more" / names[3], root / names[3])
     found, listed = load()
     assert listed == {names[1], names[3]}
-    assert found.labels.tolist() == [0, 1, 2, 2, 2, 0, 0, 1, 2, 0]
+    assert found.labels.tolist() == [0, 1, 1, 1, 1, 0, 0, 1, 2, 0]
     assert found.read(9) == content("3_3", 100 + 97 * 3)
 
     (root / names[0]).unlink()
