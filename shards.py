@@ -170,26 +170,32 @@ def load(path: str, split: str, on_error: Literal["raise", "skip"]) -> Shards:
     elif classes is None:
         classes = load(path, "train", on_error).classes
 
-    damage = [text for shard in listed for kind, (_, text) in shard.found.items() if kind != STRAY]
-    skipped = Counter()
+    texts, skipped = damage(listed, classes)
+    if texts and on_error == "raise":
+        counts = ", ".join(f"{count} {kind}" for kind, count in skipped.items() if kind != STRAY)
+        raise ConfigError(
+            f"data.path={path}: {texts[0]}; in all: {counts}. Make the shards again, or leave out what is damaged "
+            "with data.on_error=skip"
+        )
+    shards = Shards(root, listed, classes, skipped)
+    if not len(shards):
+        raise ConfigError(f"data.path={path}: the {split} shards hold no samples; left out: {skipped}")
+    return shards
+
+
+def damage(listed: list[Listed], classes: tuple[str, ...]) -> tuple[list[str], dict[str, int]]:
+    """A text for the first of each kind of damage in each shard; and why -> how many are left out, damage or not."""
+    texts, skipped = [], Counter()
     for shard in listed:
         skipped += Counter({kind: count for kind, (count, _) in shard.found.items()})
+        texts += [text for kind, (_, text) in shard.found.items() if kind != STRAY]
         outside = np.flatnonzero(shard.rows["label"] >= len(classes))
         if len(outside):
             skipped[OUTSIDE] += len(outside)
             row, start = shard.rows[outside[0]], int(shard.rows["key_size"][: outside[0]].sum())
             key = os.fsdecode(shard.keys[start : start + row["key_size"]])
-            damage.append(f"{shard.tar.name}: {key} has label {row['label']}, there are {len(classes)} classes")
-    if damage and on_error == "raise":
-        counts = ", ".join(f"{count} {kind}" for kind, count in skipped.items() if kind != STRAY)
-        raise ConfigError(
-            f"data.path={path}: {damage[0]}; in all: {counts}. Make the shards again, or leave out what is damaged "
-            "with data.on_error=skip"
-        )
-    shards = Shards(root, listed, classes, dict(skipped))
-    if not len(shards):
-        raise ConfigError(f"data.path={path}: the {split} shards hold no samples; left out: {dict(skipped)}")
-    return shards
+            texts.append(f"{shard.tar.name}: {key} has label {row['label']}, there are {len(classes)} classes")
+    return texts, dict(skipped)
 
 
 def _class_names(root: Path) -> tuple[str, ...] | None:

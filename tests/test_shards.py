@@ -179,6 +179,10 @@ def test_what_does_not_fit_what_is_there_is_refused(made, pictures, tmp_path, ca
     (target / "classes.txt").write_bytes(before["classes.txt"])
     assert run(make_shards, pictures, target, "--samples-per-shard", 7) == 0  # all there already
     assert files_of(target) == before
+    with open(target / ".make_shards.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run(make_shards, pictures, target, "--samples-per-shard", 7) == 2
+        assert "another process makes shards in" in capsys.readouterr().err
     simple(tmp_path / "foreign", [2])
     assert run(make_shards, pictures, tmp_path / "foreign") == 2
     assert "shards that this tool did not make" in capsys.readouterr().err
@@ -393,7 +397,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_named_by_shard_and_key_or_left_out_and_counted(tmp_path, name):
+def test_damage_is_named_by_shard_and_key_or_left_out_and_counted(tmp_path, name, capsys):
     damage, text, kind, left = DAMAGE[name]
     (tmp_path / "classes.txt").write_text("x\ny\nz\n")
     simple(tmp_path, [2])
@@ -409,7 +413,13 @@ def test_damage_is_named_by_shard_and_key_or_left_out_and_counted(tmp_path, name
     for i, key in enumerate(left):
         assert found.read(i) == content(key)
         assert found.labels[i] == {"a": 0, "b": 1, "c": 2, "d": 0}[key]
-    assert run(make_shards, "--index", tmp_path) != 0
+
+    simple(tmp_path, [1], "val")
+    assert run(make_shards, "--index", tmp_path) == 1
+    printed = capsys.readouterr().out
+    assert f"train: damaged: train/odd.tar: {text}"[:50] in printed
+    assert f"train: left out: {{'{kind}': 1}}" in printed
+    assert "val: 1 pictures of 3 classes in 1 shards" in printed
 
 
 def test_a_shard_that_is_cut_after_it_was_listed_is_noticed(tmp_path):

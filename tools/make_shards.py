@@ -235,12 +235,12 @@ def index(path: str) -> bool:
         listed = shards.make_index(path, split)
         found = shards.load(path, split, "skip")
         print(f"{split}: {len(found)} pictures of {len(found.classes)} classes in {len(listed)} shards")
-        damage = [text for shard in listed for kind, (_, text) in shard.found.items() if kind != shards.STRAY]
-        for text in damage[:20]:
+        texts, skipped = shards.damage(listed, found.classes)
+        for text in texts:
             print(f"{split}: damaged: {text}")
-        if found.skipped:
-            print(f"{split}: left out: {found.skipped}")
-        is_whole &= not set(found.skipped) - {shards.STRAY}
+        if skipped:
+            print(f"{split}: left out: {skipped}")
+        is_whole &= not texts
     if not (Path(path) / "classes.txt").exists():
         print(f"there is no {Path(path) / 'classes.txt'}, one class name a line: classes are called 0, 1, 2 ...")
     return is_whole
