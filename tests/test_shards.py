@@ -381,6 +381,7 @@ DAMAGE = {
     "cut between files": (cut(lambda at: at[4] - 512), "is cut off after b.cls", shards.CUT, "ab"),
     "cut before the end mark": (cut(lambda at: at[5] + 512), "is cut off after c.cls", shards.CUT, "abc"),
     "a damaged header": (overwrite(lambda at: at[2] - 512, b"\xff" * 40), "is cut off after a.cls", shards.CUT, "a"),
+    "a wiped header": (overwrite(lambda at: at[2] - 512, bytes(40)), "is cut off after a.cls", shards.CUT, "a"),
     "empty file": (lambda file: file.write_bytes(b""), "is no whole, plain tar", shards.CUT, ""),
     "another file": (lambda file: file.write_bytes(b"\x1f\x8b" + bytes(900)), "is no whole, plain tar", shards.CUT, ""),
     "no label": (entries(("x.jpg", b"picture")), "x has no label, x.cls", shards.NO_LABEL, "abd"),
