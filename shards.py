@@ -1,0 +1,364 @@
+"""Pictures in tar shards, WebDataset's layout, read at any place without a scan.
+
+    <path>/train/*.tar    <path>/val/*.tar        or all in one folder: <path>/*train*.tar, <path>/*val*.tar
+    <path>/classes.txt    the classes' names, one a line, the first is class 0; without it they are called 0, 1, 2 ...
+    <path>/train.index.npz, <path>/val.index.npz  made from the shards where missing or older than one of them
+
+In a shard `<key>.<image ending>` is a picture and `<key>.cls` its class number; a key ends at the first dot of the
+file's name. Other files of a key are left alone. The index says where in its tar each picture lies, so that any process
+reads any picture with one `pread`, and `epoch_order` says in which order: a function of (seed, epoch), so that there is
+no state of a reader to save, and worker count, world size and resumes change nothing.
+"""
+
+from schema import ConfigError
+
+import concurrent.futures
+import fcntl
+import functools
+import json
+import os
+import re
+import tarfile
+import zipfile
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from imagenet_dataset import IMAGE_EXTENSIONS
+
+OPEN_SHARDS = 256  # files that a process holds open at most; a common limit is 1024
+THREADS = 16  # shards that are listed at the same time: on a network file system each waits for answers
+
+# As WebDataset splits a name: folders may have dots, the last part of a key has none.
+KEY = re.compile(r"(?P<key>(?:.*/|)[^.]+)\.(?P<ending>[^/]*)", re.DOTALL)
+ROW = np.dtype([("offset", np.int64), ("size", np.int64), ("label", np.int64), ("key_size", np.int64)])
+
+CUT = "shards cut short"
+NO_LABEL = "samples without a label"
+NO_PICTURE = "samples without a picture"
+NOT_A_NUMBER = "labels that are no class number"
+TWICE = "keys that a shard has twice"
+OUTSIDE = "labels outside the classes"
+STRAY = "hidden or without an ending"  # the one that is no damage
+
+
+class Tar(NamedTuple):
+    """A shard as the file system shows it; `name` is below data.path."""
+
+    name: str
+    size: int
+    mtime_ns: int
+
+
+class Listed(NamedTuple):
+    """What a shard holds. `found`: kind of damage -> how often, and a text that names the first."""
+
+    tar: Tar
+    rows: np.ndarray  # of ROW, in the order of the pictures in the file
+    keys: bytes  # one after another
+    found: dict[str, tuple[int, str]]
+
+
+class Shards:
+    """The pictures of one split, in arrays: lists of a million objects would be copied by every loader process.
+
+    Attributes:
+        classes: their names; a label is a place among them.
+        labels: int64, (N).
+        skipped: why -> how many were left out.
+        files: the shards' paths.
+        shard: int64, (N): which of `files` holds a picture; ascending, and within a file in the file's order.
+    """
+
+    def __init__(self, path: Path, listed: list[Listed], classes: tuple[str, ...], skipped: dict[str, int]) -> None:
+        rows = np.concatenate([shard.rows for shard in listed])
+        ends = np.cumsum(rows["key_size"])
+        is_kept = rows["label"] < len(classes)
+        self.classes, self.skipped = classes, skipped
+        self.files = tuple(str(path / shard.tar.name) for shard in listed)
+        self.shard = np.repeat(np.arange(len(listed)), [len(shard.rows) for shard in listed])[is_kept]
+        self.labels = rows["label"][is_kept]
+        self._offsets, self._sizes = rows["offset"][is_kept], rows["size"][is_kept]
+        self._keys = b"".join(shard.keys for shard in listed)
+        self._key_starts, self._key_ends = (ends - rows["key_size"])[is_kept], ends[is_kept]
+        self._open = functools.lru_cache(OPEN_SHARDS)(_File)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_open"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open = functools.lru_cache(OPEN_SHARDS)(_File)
+
+    def name(self, index: int) -> str:
+        """The picture's shard and key, for messages."""
+        key = self._keys[self._key_starts[index] : self._key_ends[index]]
+        return f"{self.files[self.shard[index]]}: {os.fsdecode(key)}"
+
+    def read(self, index: int) -> bytes:
+        """The picture's file.
+
+        Raises:
+            OSError: the shard cannot be read or has become shorter; the text need not name it, `name` does.
+        """
+        file = self._open(self.files[self.shard[index]])  # a name keeps it open while another thread opens more
+        data = os.pread(file.descriptor, self._sizes[index], self._offsets[index])
+        if len(data) < self._sizes[index]:
+            raise OSError("the shard ends before the picture does: it has changed since this run started")
+        return data
+
+
+class _File:
+    """A file that is open as long as somebody holds this; a forked process may read it too, `pread` has no position."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+def permutation(size: int, *entropy: int) -> np.ndarray:
+    """A permutation of range(size) that follows from the numbers; the same in every version of NumPy (its NEP 19)."""
+    return np.argsort(np.random.SeedSequence(entropy).generate_state(size, np.uint64), kind="stable")
+
+
+def epoch_order(shards: Shards, *, seed: int, epoch: int, streams: int) -> np.ndarray:
+    """Sample of each place of an epoch: int64, (N), every sample once.
+
+    The shards, permuted by (seed, epoch), lie one after another on a tape, which is cut into `streams` pieces whose
+    lengths differ by at most one. Place p has sample p // streams of piece p % streams. So a batch comes from `streams`
+    places that move through their shards from start to end. Neighbours within a shard stay neighbours on the tape: the
+    samples must have been shuffled when the shards were made.
+    """
+    first = np.searchsorted(shards.shard, np.arange(len(shards.files) + 1))
+    order = permutation(len(shards.files), seed, epoch)
+    tape = np.concatenate([np.arange(first[shard], first[shard + 1]) for shard in order])
+    length, longer = divmod(len(tape), streams)  # the first `longer` pieces have one more
+    place = np.arange(len(tape))
+    piece = place % streams
+    return tape[piece * length + np.minimum(piece, longer) + place // streams]
+
+
+@functools.cache
+def load(path: str, split: str, on_error: Literal["raise", "skip"]) -> Shards:
+    """The pictures of one split; makes the index first where that is needed.
+
+    Classes come from classes.txt; without it they are the numbers from 0 to the highest in the training shards.
+    `on_error` says what happens to damage: a shard that is cut short, a sample without picture or label, a label that
+    is no number or no class, a second sample of a key. `skip` counts it in `skipped` and takes the rest: of a shard
+    that is cut short the samples before the cut, of a key that is there twice the first.
+
+    Raises:
+        ConfigError: there are no shards or no samples; the index cannot be written; or, with `raise`, damage, named by
+            shard and key.
+    """
+    root = Path(path).absolute()
+    listed = make_index(path, split)
+    classes = _class_names(root)
+    if classes is None and split == "train":
+        highest = max((int(shard.rows["label"].max()) for shard in listed if len(shard.rows)), default=-1)
+        classes = tuple(map(str, range(highest + 1)))
+    elif classes is None:
+        classes = load(path, "train", on_error).classes
+
+    texts, skipped = damage(listed, classes)
+    if texts and on_error == "raise":
+        counts = ", ".join(f"{count} {kind}" for kind, count in skipped.items() if kind != STRAY)
+        raise ConfigError(
+            f"data.path={path}: {texts[0]}; in all: {counts}. Make the shards again, or leave out what is damaged "
+            "with data.on_error=skip"
+        )
+    shards = Shards(root, listed, classes, skipped)
+    if not len(shards):
+        raise ConfigError(f"data.path={path}: the {split} shards hold no samples; left out: {skipped}")
+    return shards
+
+
+def damage(listed: list[Listed], classes: tuple[str, ...]) -> tuple[list[str], dict[str, int]]:
+    """A text for the first of each kind of damage in each shard; and why -> how many are left out, damage or not."""
+    texts, skipped = [], Counter()
+    for shard in listed:
+        skipped += Counter({kind: count for kind, (count, _) in shard.found.items()})
+        texts += [text for kind, (_, text) in shard.found.items() if kind != STRAY]
+        outside = np.flatnonzero(shard.rows["label"] >= len(classes))
+        if len(outside):
+            skipped[OUTSIDE] += len(outside)
+            row, start = shard.rows[outside[0]], int(shard.rows["key_size"][: outside[0]].sum())
+            key = os.fsdecode(shard.keys[start : start + row["key_size"]])
+            texts.append(f"{shard.tar.name}: {key} has label {row['label']}, there are {len(classes)} classes")
+    return texts, dict(skipped)
+
+
+def _class_names(root: Path) -> tuple[str, ...] | None:
+    try:
+        names = (root / "classes.txt").read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n")
+    except FileNotFoundError:
+        return None
+    classes = tuple(name.removesuffix("\r") for name in names.split("\n"))
+    if repeated := [name for name, count in Counter(classes).items() if count > 1 or not name]:
+        raise ConfigError(f"{root / 'classes.txt'}: {repeated[0]!r} is no name of one class; one a line, each once")
+    return classes
+
+
+def find(path: str, split: str) -> list[Tar]:
+    """The shards of one split by their names.
+
+    Raises:
+        ConfigError: there are none, or one cannot be looked at.
+    """
+    root = Path(path).absolute()
+    in_folder = root / split
+    beside = re.compile(rf"(?<![a-z]){'train' if split == 'train' else 'val(idation)?'}(?![a-z])")
+    for folder in (in_folder, root):
+        try:
+            names = sorted(name for name in os.listdir(folder) if name.endswith(".tar") and not name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if names := [name for name in names if folder is in_folder or beside.search(name.lower())]:
+            break
+    else:
+        raise ConfigError(
+            f"data.path={path}: there are no shards {in_folder}/*.tar; tools/make_shards.py makes them from class "
+            "folders, and compressed ones must be unpacked to .tar"
+        )
+    try:
+        stats = [os.stat(folder / name) for name in names]
+    except OSError as error:  # a dangling link
+        raise ConfigError(f"data.path={path}: a shard cannot be looked at: {error}") from error
+    return [
+        Tar(os.path.relpath(folder / name, root), stat.st_size, stat.st_mtime_ns)
+        for name, stat in zip(names, stats, strict=True)
+    ]
+
+
+def make_index(path: str, split: str) -> list[Listed]:
+    """What the split's shards hold, from the index or, where a shard is not as the index saw it, from the shard.
+
+    One process does that, the others wait for it; the index is replaced when it is whole.
+
+    Raises:
+        ConfigError: there are no shards, or the index cannot be written.
+    """
+    root = Path(path).absolute()
+    tars, file = find(path, split), root / f"{split}.index.npz"
+    listed = _read_index(file)
+    if [shard.tar for shard in listed] == tars:
+        return listed
+    try:
+        with open(root / f".{split}.index.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            known = {shard.tar: shard for shard in _read_index(file)}
+            unknown = [tar for tar in tars if tar not in known]
+            with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
+                work = threads.map(functools.partial(_list_shard, root), unknown)
+                bar = tqdm(work, f"index of {split}", len(unknown), unit="shard", disable=None if unknown else True)
+                known.update((shard.tar, shard) for shard in bar)
+            listed = [known[tar] for tar in tars]
+            _write_index(file, listed)
+    except OSError as error:
+        raise ConfigError(
+            f"data.path={path}: {file.name} is missing or older than the shards and cannot be made ({error}): run "
+            f"`python tools/make_shards.py --index {path}` where the folder is writable"
+        ) from error
+    return listed
+
+
+def _list_shard(root: Path, tar: Tar) -> Listed:
+    """Read the headers of a tar."""
+    samples: dict[str, dict[str, Any]] = {}
+    found: dict[str, tuple[int, str]] = {}
+
+    def note(kind: str, text: str) -> None:
+        count, first = found.get(kind, (0, f"{tar.name}: {text}".replace("\n", "\\n")))
+        found[kind] = (count + 1, first)
+
+    with open(root / tar.name, "rb") as file:
+        try:
+            _read_headers(file, samples, note)
+        except tarfile.TarError as error:  # not a tar from its start, or a header that tarfile cannot pass over
+            note(CUT, f"is no whole, plain tar ({error})")
+    rows, keys = [], []
+    for key, sample in sorted(samples.items(), key=lambda item: item[1].get("picture", (0, 0))):
+        if "picture" not in sample:
+            note(NO_PICTURE, f"{key} has no picture, only a .cls; endings of pictures are {sorted(IMAGE_EXTENSIONS)}")
+        elif "label" not in sample:
+            note(NO_LABEL, f"{key} has no label, {key}.cls")
+        elif not (text := sample["label"].strip()).isdigit() or len(text) > 9:
+            note(NOT_A_NUMBER, f"{key}.cls holds {sample['label'][:20]!r}, not a class number")
+        else:
+            keys.append(os.fsencode(key))
+            rows.append((*sample["picture"], int(text), len(keys[-1])))
+    return Listed(tar, np.array(rows, dtype=ROW), b"".join(keys), found)
+
+
+def _read_headers(file: Any, samples: dict[str, dict[str, Any]], note: Any) -> None:
+    """Fill `samples` with {picture: (offset, size), label: text of its .cls} by key; `note` what is wrong."""
+    length, end, last = os.fstat(file.fileno()).st_size, 0, "its start"
+    for member in tarfile.TarFile(fileobj=file):
+        has_data = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES
+        end, last = member.offset_data + (-(-member.size // 512) * 512 if has_data else 0), member.name
+        if end > length:
+            note(CUT, f"ends within {member.name}")
+            return
+        if not member.isreg():
+            continue
+        name = KEY.fullmatch(member.name)
+        if name is None or member.issparse():
+            note(STRAY, member.name)
+            continue
+        key, ending = name["key"], f".{name['ending'].lower()}"
+        part = "picture" if ending in IMAGE_EXTENSIONS else "label" if ending == ".cls" else None
+        if part is None:
+            continue
+        sample = samples.setdefault(key, {})
+        if part in sample:
+            if not sample.get("twice"):
+                note(TWICE, f"{key} is there twice")
+            sample["twice"] = True
+        elif part == "picture":
+            sample["picture"] = (member.offset_data, member.size)
+        else:
+            sample["label"] = os.pread(file.fileno(), min(member.size, 64), member.offset_data)
+    # A tar ends with blocks of zeros: without them the rest is missing, or a header after `last` is damaged.
+    if os.pread(file.fileno(), 512, end) != bytes(512):
+        note(CUT, f"is cut off after {last}")
+
+
+def _read_index(file: Path) -> list[Listed]:
+    """The index, nothing if there is none or not a whole one."""
+    try:
+        with np.load(file) as arrays:
+            about = json.loads(arrays["about"].tobytes())
+            rows, keys = arrays["rows"], arrays["keys"].tobytes()
+    except (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile):
+        return []
+    listed, row, key = [], 0, 0
+    for tar, num_rows, num_bytes, found in about:
+        noted = {kind: (count, first) for kind, (count, first) in found.items()}
+        listed.append(Listed(Tar(*tar), rows[row : row + num_rows], keys[key : key + num_bytes], noted))
+        row, key = row + num_rows, key + num_bytes
+    return listed
+
+
+def _write_index(file: Path, listed: list[Listed]) -> None:
+    about = [[shard.tar, len(shard.rows), len(shard.keys), shard.found] for shard in listed]
+    temporary = file.with_name(f".{file.name}.tmp")
+    with open(temporary, "wb") as target:
+        np.savez(
+            target,
+            about=np.frombuffer(json.dumps(about).encode(), np.uint8),
+            rows=np.concatenate([shard.rows for shard in listed]),
+            keys=np.frombuffer(b"".join(shard.keys for shard in listed), np.uint8),
+        )
+        target.flush()
+        os.fsync(target.fileno())  # whole on the disk before it has the name
+    os.replace(temporary, file)

@@ -1,0 +1,888 @@
+"""Tar shards: made from folders and ILSVRC2012's archives, read at any place, in an order that follows from a seed.
+
+References are Python's tarfile, the webdataset package, torchvision's ImageFolder and ImageNet.
+"""
+
+import schema
+
+import collections
+import fcntl
+import hashlib
+import io
+import itertools
+import multiprocessing
+import os
+import pickle
+import pty
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tarfile
+import tempfile
+import termios
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.datasets import imagenet as torchvision_imagenet
+
+import shards
+
+sys.path.append(str(ROOT / "tools"))
+import make_shards
+import prepare_imagenet
+
+FORK = multiprocessing.get_context("fork")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more workers than cores
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_cached():
+    shards.load.cache_clear()
+    make_shards.scan.cache_clear()
+
+
+def run(tool, *arguments):
+    """A tool's exit code, in this process."""
+    shards.load.cache_clear()
+    make_shards.scan.cache_clear()
+    before, sys.argv = sys.argv, [tool.__name__, *map(str, arguments)]
+    try:
+        tool.main()
+    except SystemExit as exit_:
+        return exit_.code
+    finally:
+        sys.argv = before
+    return 0
+
+
+def files_of(folder):
+    """Name -> bytes of all files below `folder`, except the locks and the index files, which hold times."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in sorted(Path(folder).rglob("*"))
+        if file.is_file() and file.suffix not in (".lock", ".npz")
+    }
+
+
+def tar_of(file, entries):
+    """A tar of (name, content); returns where each content begins."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(file, "w") as tar:
+        for name, content in entries:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    with tarfile.open(file) as tar:
+        return [member.offset_data for member in tar]
+
+
+def sample(key, label, size=700):
+    """A picture and its label as entries; a picture's bytes are those of its key, over and over."""
+    return [(f"{key}.jpg", content(key, size)), (f"{key}.cls", str(label).encode())]
+
+
+def content(key, size=700):
+    return (key.encode() * size)[:size]
+
+
+def simple(root, counts, split="train", classes=3):
+    """Shards of so many samples each, every one its own key; sizes differ."""
+    for number, count in enumerate(counts):
+        entries = (sample(f"{number}_{i}", i % classes, 100 + 97 * i) for i in range(count))
+        tar_of(root / split / f"{split}-{number}.tar", itertools.chain.from_iterable(entries))
+    return root
+
+
+def error_of(call, *args):
+    """The text of the ConfigError that the call raises: one line."""
+    with pytest.raises(schema.ConfigError) as caught:
+        call(*args)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def keys(found):
+    return [found.name(i).split(": ")[1] for i in range(len(found))]
+
+
+@pytest.fixture(scope="module")
+def made(pictures, tmp_path_factory):
+    """The shards of conftest's pictures, 7 samples each."""
+    target = tmp_path_factory.mktemp("made")
+    assert run(make_shards, pictures, target, "--samples-per-shard", 7) == 0
+    return target
+
+
+# make_shards
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_shards_hold_the_folder_s_pictures_once_each_under_torchvision_s_labels(made, pictures, split):
+    folder, found = ImageFolder(pictures / split), shards.load(str(made), split, "raise")
+    want = sorted((Path(file).read_bytes(), label) for file, label in folder.samples)
+    assert sorted((found.read(i), int(found.labels[i])) for i in range(len(found))) == want
+    assert found.classes == tuple(folder.classes)
+    assert found.labels.dtype == np.int64
+    assert found.skipped == {}
+    names = {f"{Path(file).parent.name}/{Path(file).stem}" for file, _ in folder.samples}
+    assert set(keys(found)) == names
+    assert found.name(0).startswith(f"{made}/{split}/{split}-000000.tar: class_")
+    assert len(set(found.labels[:7])) > 3  # shuffled: the folder begins with one class
+
+
+def test_the_same_pictures_give_the_same_bytes_and_another_seed_another_order(made, pictures, tmp_path):
+    assert run(make_shards, pictures, tmp_path / "again", "--samples-per-shard", 7, "--workers", 1) == 0
+    assert files_of(tmp_path / "again") == files_of(made)
+    assert run(make_shards, pictures, tmp_path / "other", "--samples-per-shard", 7, "--seed", 1) == 0
+    found, other = (shards.load(str(path), "train", "raise") for path in (made, tmp_path / "other"))
+    assert sorted(keys(found)) == sorted(keys(other))
+    assert keys(found) != keys(other)
+
+
+def test_size_by_megabytes(pictures, tmp_path):
+    assert run(make_shards, pictures, tmp_path, "--megabytes-per-shard", "0.01") == 0
+    found = shards.load(str(tmp_path), "train", "raise")
+    assert len(found) == 60
+    sizes = [len(found.read(i)) for i in range(60)]
+    per_shard = np.bincount(found.shard, weights=sizes)
+    assert len(per_shard) == pytest.approx(sum(sizes) / 10_000, abs=1)
+    assert all(abs(size - 10_000) <= max(sizes) for size in per_shard[:-1])
+
+
+def test_keys_follow_webdataset_s_rule_and_are_unique():
+    names = ["v1.2/a.jpg", "v1.2/a.png", "v1.2/a_1.JPEG", "v1.2/b.c.WEBP", "v1.2/b_c.jpeg"]
+    want = ["v1.2/a.jpg", "v1.2/a_1.png", "v1.2/a_1_1.jpg", "v1.2/b_c.webp", "v1.2/b_c_1.jpg"]
+    assert ["".join(key) for key in make_shards.keys_of(names)] == want
+
+
+def test_what_does_not_fit_what_is_there_is_refused(made, pictures, tmp_path, capsys):
+    target = tmp_path / "copy"
+    shutil.copytree(made, target)
+    before = files_of(target)
+    for options in (["--seed", "5"], ["--samples-per-shard", "8"], []):
+        assert run(make_shards, pictures, target, *options) == 2
+        assert "train.plan.json is of other pictures" in capsys.readouterr().err
+    (target / "classes.txt").write_text("another\n")
+    assert run(make_shards, pictures, target, "--samples-per-shard", 7) == 2
+    assert "classes.txt is of other pictures, classes" in capsys.readouterr().err
+    (target / "classes.txt").write_bytes(before["classes.txt"])
+    assert run(make_shards, pictures, target, "--samples-per-shard", 7) == 0  # all there already
+    assert files_of(target) == before
+    with open(target / ".make_shards.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run(make_shards, pictures, target, "--samples-per-shard", 7) == 2
+        assert "another process makes shards in" in capsys.readouterr().err
+    simple(tmp_path / "foreign", [2])
+    assert run(make_shards, pictures, tmp_path / "foreign") == 2
+    assert "shards that this tool did not make" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """400 small files in two classes, which take make_shards a while."""
+    root = tmp_path_factory.mktemp("many")
+    for i in range(400):
+        for split in ("train", "val") if i < 8 else ("train",):
+            (root / split / f"c{i % 2}").mkdir(parents=True, exist_ok=True)
+            (root / split / f"c{i % 2}" / f"{i}.jpg").write_bytes(content(f"{i}", 2000))
+    return root
+
+
+def killed_when(condition, tool, *arguments):
+    """Start a tool as a process of its own and SIGKILL it when `condition` first holds."""
+    process = FORK.Process(target=run, args=(tool, *arguments))
+    process.start()
+    while not condition():
+        assert process.is_alive(), "ended before it could be killed"
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_a_killed_make_shards_goes_on_and_ends_with_the_same_bytes(many, tmp_path):
+    options = ["--samples-per-shard", 5]
+    assert run(make_shards, many, tmp_path / "straight", *options) == 0
+    target = tmp_path / "killed"
+    for shards_there in (3, 30, 60):
+        killed_when(
+            lambda n=shards_there: len(list(target.glob("train/*.tar"))) >= n, make_shards, many, target, *options
+        )
+        whole = {file: file.stat().st_ino for file in target.glob("train/*.tar")}
+        assert len(whole) < 80
+        for file in whole:
+            with tarfile.open(file) as tar:
+                assert len(tar.getmembers()) == 10
+    assert run(make_shards, many, target, *options) == 0
+    assert files_of(target) == files_of(tmp_path / "straight")
+    assert not list(target.rglob("*.tmp"))
+    assert {file: file.stat().st_ino for file in whole} == whole  # kept, not written again
+
+
+def test_a_picture_that_cannot_be_read_stops_make_shards_by_name_and_a_second_run_mends_it(many, tmp_path, capsys):
+    source = tmp_path / "source"
+    shutil.copytree(many, source)
+    make_shards.scan(str(source), "train")
+    lost = source / "train/c1/77.jpg"
+    lost.rename(tmp_path / "77.jpg")
+    before, sys.argv = sys.argv, ["make_shards", str(source), str(tmp_path / "out")]  # its list is made already
+    try:
+        with pytest.raises(SystemExit):
+            make_shards.main()
+    finally:
+        sys.argv = before
+    assert str(lost) in capsys.readouterr().err
+    (tmp_path / "77.jpg").rename(lost)
+    assert run(make_shards, source, tmp_path / "out") == 0
+    assert len(shards.load(str(tmp_path / "out"), "train", "raise")) == 400
+
+
+# The format
+
+
+def test_webdataset_and_tarfile_read_what_make_shards_wrote(made):
+    found = shards.load(str(made), "train", "raise")
+    ours = [(key, found.read(i), int(found.labels[i])) for i, key in enumerate(keys(found))]
+    theirs = []
+    for file in found.files:
+        with tarfile.open(file) as tar:
+            parts = {member.name: tar.extractfile(member).read() for member in tar}
+        theirs += [(n[:-4], parts[n], int(parts[n[:-4] + ".cls"])) for n in parts if n.endswith(".jpg")]
+    assert ours == theirs
+
+    wds = pytest.importorskip("webdataset")
+    samples = wds.WebDataset(list(found.files), shardshuffle=False)
+    assert [(s["__key__"], s["jpg"], int(s["cls"])) for s in samples] == ours
+
+
+def test_shards_that_webdataset_wrote(tmp_path):
+    wds = pytest.importorskip("webdataset")
+    (tmp_path / "train").mkdir()
+    want = []
+    with wds.ShardWriter(str(tmp_path / "train/%04d.tar"), maxcount=4, verbose=0) as writer:
+        for i in range(10):
+            want.append((f"n{i}" * 40 if i == 5 else f"n{i}", content(str(i), 10 + 600 * i), i % 4))  # a long name too
+            writer.write({"__key__": want[-1][0], "jpg": want[-1][1], "cls": want[-1][2], "json": {"label": 9}})
+    found = shards.load(str(tmp_path), "train", "raise")
+    assert [(key, found.read(i), found.labels[i]) for i, key in enumerate(keys(found))] == want
+    assert len(found.files) == 3
+
+
+def test_all_in_one_folder_as_timm_s_shards_are(tmp_path):
+    for name, labels in (("train-0000", (0, 2)), ("train-0001", (1,)), ("validation-00", (2,))):
+        tar_of(tmp_path / f"imagenet1k-{name}.tar", [e for n in labels for e in sample(f"{name}_{n}", n)])
+    train, val = (shards.load(str(tmp_path), split, "raise") for split in ("train", "val"))
+    assert train.labels.tolist() == [0, 2, 1]
+    assert keys(val) == ["validation-00_2"]
+    assert (tmp_path / "train.index.npz").exists()
+    assert (tmp_path / "val.index.npz").exists()
+
+
+def test_entries_that_are_no_samples_are_left_alone(tmp_path):
+    entries = [
+        ("__MACOSX/._a.jpg", b"x"),
+        ("README", b"x"),
+        (".b.jpg", b"x"),
+        *sample("./d.1/a", 0),
+        ("./d.1/a.seg.png", b"m"),
+        ("./d.1/a.txt", b"t"),
+        ("b.CLS", b" 1\n"),
+        ("c.cls", b"0"),
+        ("c.jpg", b"p"),
+        ("b.PNG", b"picture"),
+    ]
+    tar_of(tmp_path / "train/0.tar", entries)
+    tar_of(tmp_path / "train/._0.tar", [])
+    with tarfile.open(tmp_path / "train/0.tar", "a") as tar:
+        folder = tarfile.TarInfo("folder.jpg")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+    found = shards.load(str(tmp_path), "train", "raise")
+    assert keys(found) == ["./d.1/a", "c", "b"]  # in the order of the pictures
+    assert [found.read(i) for i in range(3)] == [content("./d.1/a"), b"p", b"picture"]
+    assert found.labels.tolist() == [0, 0, 1]
+    assert found.skipped == {shards.STRAY: 2}
+
+
+def test_class_names(tmp_path):
+    simple(simple(tmp_path, [4], classes=3), [2], "val")
+    assert shards.load(str(tmp_path), "train", "raise").classes == ("0", "1", "2")
+    assert shards.load(str(tmp_path), "val", "raise").classes == (
+        "0",
+        "1",
+        "2",
+    )  # of train, not of the two labels in val
+    shards.load.cache_clear()
+    (tmp_path / "classes.txt").write_bytes("cat\r\ndog house\r\ncafé\r\n".encode())
+    assert shards.load(str(tmp_path), "val", "raise").classes == ("cat", "dog house", "café")
+    shards.load.cache_clear()
+    (tmp_path / "classes.txt").write_text("cat\ndog\n")
+    text = error_of(shards.load, str(tmp_path), "train", "raise")
+    assert "train/train-0.tar: 0_2 has label 2, there are 2 classes" in text
+    (tmp_path / "classes.txt").write_text("cat\ndog\ncat\n")
+    assert "'cat' is no name of one class" in error_of(shards.load, str(tmp_path), "val", "raise")
+
+
+def test_no_shards(tmp_path):
+    assert "there are no shards" in error_of(shards.load, str(tmp_path / "none"), "train", "raise")
+    (tmp_path / "train/class").mkdir(parents=True)
+    (tmp_path / "train/class/a.jpg").write_bytes(b"x")
+    (tmp_path / "train/0.tar.gz").write_bytes(b"x")
+    assert "make_shards.py makes them from class folders" in error_of(shards.load, str(tmp_path), "train", "raise")
+    tar_of(tmp_path / "train/0.tar", [])
+    (tmp_path / "train/1.tar").symlink_to("nowhere")
+    assert "train/1.tar" in error_of(shards.load, str(tmp_path), "train", "raise")
+    (tmp_path / "train/1.tar").unlink()
+    assert "hold no samples" in error_of(shards.load, str(tmp_path), "train", "raise")
+
+
+# Damage
+
+WHOLE = [
+    *sample("a", 0),
+    *sample("b", 1),
+    *sample("c", 2),
+]  # 700 bytes of picture each, 4 blocks: a header, 2, a header
+
+
+def cut(at):
+    return lambda file: os.truncate(file, at(tar_of(file, WHOLE)))
+
+
+def overwrite(at, data):
+    def damage(file):
+        place = at(tar_of(file, WHOLE))
+        with open(file, "r+b") as target:
+            target.seek(place)
+            target.write(data)
+
+    return damage
+
+
+def entries(*parts):
+    return lambda file: tar_of(file, [*WHOLE[:4], *parts, *sample("d", 0)])
+
+
+# What is wrong, how to make it, what the message names, the kind that is counted, the keys that are left
+DAMAGE = {
+    "cut within a picture": (cut(lambda at: at[2] + 300), "ends within b.jpg", shards.CUT, "a"),
+    "cut within a header": (cut(lambda at: at[4] - 200), "is cut off after b.cls", shards.CUT, "ab"),
+    "cut between files": (cut(lambda at: at[4] - 512), "is cut off after b.cls", shards.CUT, "ab"),
+    "cut before the end mark": (cut(lambda at: at[5] + 512), "is cut off after c.cls", shards.CUT, "abc"),
+    "a damaged header": (overwrite(lambda at: at[2] - 512, b"\xff" * 40), "is cut off after a.cls", shards.CUT, "a"),
+    "a wiped header": (overwrite(lambda at: at[2] - 512, bytes(40)), "is cut off after a.cls", shards.CUT, "a"),
+    "empty file": (lambda file: file.write_bytes(b""), "is no whole, plain tar", shards.CUT, ""),
+    "another file": (lambda file: file.write_bytes(b"\x1f\x8b" + bytes(900)), "is no whole, plain tar", shards.CUT, ""),
+    "no label": (entries(("x.jpg", b"picture")), "x has no label, x.cls", shards.NO_LABEL, "abd"),
+    "label in json": (entries(("x.jpg", b"p"), ("x.json", b'{"label": 1}')), "x has no label", shards.NO_LABEL, "abd"),
+    "no picture": (entries(("x.cls", b"1")), "x has no picture", shards.NO_PICTURE, "abd"),
+    "label a name": (entries(("x.jpg", b"p"), ("x.cls", b"cat")), "x.cls holds b'cat'", shards.NOT_A_NUMBER, "abd"),
+    "label empty": (entries(("x.jpg", b"p"), ("x.cls", b"")), "x.cls holds b''", shards.NOT_A_NUMBER, "abd"),
+    "label negative": (entries(*sample("x", -1)), "x.cls holds b'-1'", shards.NOT_A_NUMBER, "abd"),
+    "label huge": (entries(*sample("x", 10**19)), "x.cls holds b'1000", shards.NOT_A_NUMBER, "abd"),
+    "label outside": (entries(*sample("x", 3)), "x has label 3, there are 3 classes", shards.OUTSIDE, "abd"),
+    "key twice": (entries(*sample("a", 1, 50)), "a is there twice", shards.TWICE, "abd"),
+    "two labels": (entries(("b.cls", b"2")), "b is there twice", shards.TWICE, "abd"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_named_by_shard_and_key_or_left_out_and_counted(tmp_path, name, capsys):
+    damage, text, kind, left = DAMAGE[name]
+    (tmp_path / "classes.txt").write_text("x\ny\nz\n")
+    simple(tmp_path, [2])
+    damage(tmp_path / "train/odd.tar")
+    message = error_of(shards.load, str(tmp_path), "train", "raise")
+    assert f"train/odd.tar: {text.split()[0]}" in message
+    assert text in message
+    assert "data.on_error=skip" in message
+
+    found = shards.load(str(tmp_path), "train", "skip")
+    assert found.skipped == {kind: 1}
+    assert keys(found) == [*left, "0_0", "0_1"]
+    for i, key in enumerate(left):
+        assert found.read(i) == content(key)
+        assert found.labels[i] == {"a": 0, "b": 1, "c": 2, "d": 0}[key]
+
+    simple(tmp_path, [1], "val")
+    assert run(make_shards, "--index", tmp_path) == 1
+    printed = capsys.readouterr().out
+    assert f"train: damaged: train/odd.tar: {text}"[:50] in printed
+    assert f"train: left out: {{'{kind}': 1}}" in printed
+    assert "val: 1 pictures of 3 classes in 1 shards" in printed
+
+
+def test_a_shard_that_is_cut_after_it_was_listed_is_noticed(tmp_path):
+    simple(tmp_path, [3])
+    found = shards.load(str(tmp_path), "train", "raise")
+    os.truncate(found.files[0], os.path.getsize(found.files[0]) - 10240)
+    with pytest.raises(OSError, match="the shard ends before the picture does"):
+        found.read(2)
+
+
+# The index
+
+
+def count_listings(monkeypatch, log):
+    """Note in a file which shard was listed, in whichever process."""
+    original = shards._list_shard
+
+    def listing(root, tar):
+        with open(log, "a") as file:
+            file.write(f"{tar.name}\n")
+        time.sleep(0.05)
+        return original(root, tar)
+
+    monkeypatch.setattr(shards, "_list_shard", listing)
+    return lambda: collections.Counter(log.read_text().split()) if log.exists() else {}
+
+
+def test_only_new_and_changed_shards_are_listed_again(tmp_path, monkeypatch):
+    root = simple(tmp_path / "root", [2, 3, 1])
+    log = tmp_path / "log"
+    listings = count_listings(monkeypatch, log)
+
+    def load():
+        log.unlink(missing_ok=True)
+        shards.load.cache_clear()
+        return shards.load(str(root), "train", "raise"), set(listings())
+
+    names = [f"train/train-{i}.tar" for i in range(4)]
+    first, listed = load()
+    assert listed == set(names[:3])
+    again, listed = load()
+    assert listed == set()
+    assert keys(again) == keys(first)
+    assert again.labels.tolist() == first.labels.tolist()
+
+    stats = os.stat(root / names[1])
+    tar_of(root / names[1], itertools.chain(*(sample(f"1_{i}", 2, 100 + 97 * i) for i in range(3))))  # other labels
+    assert os.stat(root / names[1]).st_size == stats.st_size
+    found, listed = load()
+    assert listed == {names[1]}
+    assert found.labels.tolist() == [0, 1, 2, 2, 2, 0]
+
+    entries = itertools.chain(*(sample(f"1_{i}", 1, 100 + 97 * i) for i in range(3)), [("more.txt", bytes(20_000))])
+    tar_of(root / names[1], entries)  # another size, and a new shard
+    os.utime(root / names[1], ns=(stats.st_mtime_ns, stats.st_mtime_ns))
+    simple(tmp_path / "more", [1, 1, 1, 4])
+    shutil.copy(tmp_path / "more" / names[3], root / names[3])
+    found, listed = load()
+    assert listed == {names[1], names[3]}
+    assert found.labels.tolist() == [0, 1, 1, 1, 1, 0, 0, 1, 2, 0]
+    assert found.read(9) == content("3_3", 100 + 97 * 3)
+
+    (root / names[0]).unlink()
+    found, listed = load()
+    assert listed == set()
+    assert keys(found)[0] == "1_0"
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", lambda data: data[:-30], lambda data: b"x" * 50, lambda data: data[9:]]
+)
+def test_a_torn_index_is_made_again(tmp_path, damage):
+    simple(tmp_path, [3, 2])
+    want = keys(shards.load(str(tmp_path), "train", "raise"))
+    file = tmp_path / "train.index.npz"
+    file.write_bytes(damage(file.read_bytes()))
+    shards.load.cache_clear()
+    assert keys(shards.load(str(tmp_path), "train", "raise")) == want
+    shards.load.cache_clear()
+    assert len(shards._read_index(file)) == 2
+
+
+def test_processes_that_need_an_index_at_the_same_time_make_one(tmp_path, monkeypatch):
+    root = simple(tmp_path / "root", [2] * 6)
+    listings = count_listings(monkeypatch, tmp_path / "log")
+    barrier, results = FORK.Barrier(4), FORK.Queue()
+
+    def load():
+        barrier.wait()
+        results.put(keys(shards.load(str(root), "train", "raise")))
+
+    processes = [FORK.Process(target=load) for _ in range(4)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert len(found[0]) == 12
+    assert found == [found[0]] * 4
+    assert listings() == {f"train/train-{i}.tar": 1 for i in range(6)}
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that every user may look into; pytest's own are closed to others."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_a_read_only_folder_needs_an_index_and_is_enough_with_one(open_folder):
+    root = simple(open_folder / "root", [3])
+
+    def as_nobody(results):
+        if os.geteuid() == 0:
+            os.setuid(65534)  # a mode keeps nothing from root
+        try:
+            results.put(keys(shards.load(str(root), "train", "raise")))
+        except schema.ConfigError as error:
+            results.put(str(error))
+
+    def answer():
+        results = FORK.Queue()
+        process = FORK.Process(target=as_nobody, args=(results,))
+        process.start()
+        process.join()
+        return results.get(timeout=10)
+
+    root.chmod(0o555)
+    text = answer()
+    assert "train.index.npz is missing or older" in text
+    assert "Permission denied" in text
+    assert f"tools/make_shards.py --index {root}" in text
+    root.chmod(0o755)
+    simple(root, [1], "val")
+    assert run(make_shards, "--index", root) == 0
+    root.chmod(0o555)
+    assert answer() == ["0_0", "0_1", "0_2"]
+    root.chmod(0o755)
+
+
+def test_a_bar_on_a_terminal_alone(tmp_path, monkeypatch, capsys):
+    simple(tmp_path / "a", [1, 1])
+    shards.load(str(tmp_path / "a"), "train", "raise")
+    assert capsys.readouterr() == ("", "")
+    simple(tmp_path / "b", [1, 1])
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        shards.load(str(tmp_path / "b"), "train", "raise")
+        text = os.read(ours, 100_000)
+    os.close(ours)
+    assert b"index of train: 100%" in text
+
+
+# Reading
+
+
+def test_few_files_are_open_and_copies_and_forks_read_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "OPEN_SHARDS", 3)
+    simple(tmp_path, [2] * 9)
+    found = shards.load(str(tmp_path), "train", "raise")
+    want = [content(key, 100 + 97 * int(key[2:])) for key in keys(found)]
+
+    def num_open():
+        links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        return sum(link.exists() and os.readlink(link).startswith(str(tmp_path)) for link in links)
+
+    assert num_open() == 0
+    assert [found.read(i) for i in range(18)] == want
+    assert num_open() == 3
+    copy = pickle.loads(pickle.dumps(found))
+    assert [copy.read(i) for i in range(18)] == want
+    assert (copy.name(17), copy.classes, copy.labels.tolist()) == (found.name(17), found.classes, found.labels.tolist())
+    del copy
+    results = FORK.Queue()
+    child = FORK.Process(target=lambda: results.put([found.read(i) for i in range(17, -1, -1)]))
+    child.start()
+    assert [found.read(i) for i in range(18)] == want  # at the same time, through the same open files
+    assert results.get(timeout=30) == want[::-1]
+    child.join()
+
+
+def test_a_million_samples_are_arrays(tmp_path):
+    """Nothing that grows with the samples is a Python object of its own, which forked workers would copy."""
+    simple(tmp_path, [50, 50])
+    found = shards.load(str(tmp_path), "train", "raise")
+    assert len(vars(found)["_keys"]) == sum(map(len, keys(found)))
+    for name, value in vars(found).items():
+        if name not in ("classes", "skipped", "files", "_open", "_keys"):
+            assert isinstance(value, np.ndarray), name
+            assert value.dtype != object
+            assert len(value) == 100
+
+
+# The order
+
+
+def order_by_hand(found, seed, epoch, streams):
+    """The rule of `epoch_order` in lists: shards in some order, end to end, cut into pieces, dealt in turn."""
+    order = shards.permutation(len(found.files), seed, epoch).tolist()
+    tape = [i for shard in order for i in range(len(found)) if found.shard[i] == shard]
+    sizes = [len(part) for part in np.array_split(np.arange(len(tape)), streams)]
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(tape[start : start + size])
+        start += size
+    dealt = itertools.zip_longest(*pieces)
+    return [i for row in dealt for i in row if i is not None]
+
+
+@pytest.mark.parametrize("counts", [[5, 3], [4, 4, 4], [1, 9, 2, 0, 7], [1]])
+@pytest.mark.parametrize("streams", [1, 2, 3, 7, 19, 64])
+def test_an_epoch_is_every_sample_once_and_reads_every_shard_forward(tmp_path, counts, streams):
+    simple(tmp_path, counts)
+    found = shards.load(str(tmp_path), "train", "raise")
+    orders = {}
+    for seed, epoch in itertools.product(range(3), range(3)):
+        order = shards.epoch_order(found, seed=seed, epoch=epoch, streams=streams)
+        assert order.tolist() == order_by_hand(found, seed, epoch, streams)
+        assert sorted(order.tolist()) == list(range(sum(counts)))
+        for stream in range(streams):  # each stream: within a shard one after another
+            mine = order[stream::streams]
+            for now, then in itertools.pairwise(mine):
+                assert then == now + 1 or found.shard[now] != found.shard[then]
+        orders[seed, epoch] = tuple(order)
+    if len(counts) > 3:
+        assert len(set(orders.values())) > 6
+
+
+def test_permutations_are_as_random_as_they_should_be_and_stay_what_they_are():
+    seen = collections.Counter(tuple(shards.permutation(4, seed, epoch)) for seed in range(60) for epoch in range(40))
+    assert len(seen) == 24
+    assert max(abs(count - 100) for count in seen.values()) < 45  # 4.5 deviations of a count of 100
+    assert shards.permutation(6, 1, 2).tolist() == [5, 3, 2, 1, 4, 0]  # runs resume under another NumPy too
+
+
+class Numbered(torch.utils.data.Dataset):
+    """(sample, checksum of its bytes, label) of Shards, as a loader's workers read them."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def __getitem__(self, index):
+        digest = hashlib.sha256(self.found.read(index)).digest()[:6]
+        return index, int.from_bytes(digest, "big"), int(self.found.labels[index])
+
+
+def stream(found, *, batch, steps, workers, world, streams=3):
+    """Steps `steps` of a run as `world` ranks see them: sample n of the run is place n % N of epoch n // N."""
+    ranks = []
+    for rank in range(world):
+        share = batch // world
+        places = [range(step * batch + rank * share, step * batch + (rank + 1) * share) for step in steps]
+
+        def sample(n):
+            order = shards.epoch_order(found, seed=3, epoch=n // len(found), streams=streams)
+            return int(order[n % len(found)])
+
+        loader = DataLoader(
+            Numbered(found),
+            batch_sampler=[[sample(n) for n in part] for part in places],
+            num_workers=workers,
+        )
+        ranks.append([torch.stack(parts, dim=1) for parts in loader])
+    assert len({len(part) for part in ranks}) == 1  # equal steps on every rank
+    return torch.cat([torch.cat(parts) for parts in zip(*ranks, strict=True)])
+
+
+def test_two_uneven_shards_feed_any_ranks_and_workers_the_same_and_resume_anywhere(tmp_path):
+    simple(tmp_path, [5, 3])
+    found = shards.load(str(tmp_path), "train", "raise")
+    straight = stream(found, batch=6, steps=range(4), workers=0, world=1)  # 24 = 3 epochs of 8
+    for epoch in range(3):
+        assert sorted(straight[8 * epoch : 8 * epoch + 8, 0].tolist()) == list(range(8))  # 0 lost, 0 repeated
+    want = [int.from_bytes(hashlib.sha256(found.read(i)).digest()[:6], "big") for i in straight[:, 0].tolist()]
+    assert straight[:, 1].tolist() == want
+    for workers, world in ((4, 2), (1, 3), (0, 3)):
+        assert torch.equal(stream(found, batch=6, steps=range(4), workers=workers, world=world), straight)
+    for workers, world in ((0, 2), (3, 1)):  # from step 1 and from step 3, elsewhere
+        for start in (1, 3):
+            rest = stream(found, batch=6, steps=range(start, 4), workers=workers, world=world)
+            assert torch.equal(rest, straight[6 * start :])
+            assert rest[:6, 0].tolist() != straight[:6, 0].tolist()
+
+
+# ILSVRC2012's archives
+
+WNIDS = ("n01440764", "n01443537", "n01484850", "n01491361")
+IDS = {1: WNIDS[2], 2: WNIDS[0], 3: WNIDS[3], 4: WNIDS[1]}  # ILSVRC's numbers are not in the order of the wnids
+TRAIN_COUNTS = dict(zip(WNIDS, (5, 1, 4, 30), strict=True))
+NUM_VAL = 11
+
+
+@pytest.fixture(scope="module")
+def ilsvrc(tmp_path_factory):
+    """Archives of ILSVRC2012's structure, with 4 classes."""
+    savemat = pytest.importorskip("scipy.io").savemat
+    root = tmp_path_factory.mktemp("ilsvrc")
+    rng = np.random.default_rng(0)
+    inner = []
+    for wnid in ("n01491361", "n01440764", "n01484850", "n01443537"):
+        numbers = rng.permutation(1000)[: TRAIN_COUNTS[wnid]]
+        names = [f"{wnid}_{number}" for number in numbers]
+        tar_of(root / "inner.tar", [(f"{name}.JPEG", content(name, rng.integers(1, 3000))) for name in names])
+        inner.append((f"{wnid}.tar", (root / "inner.tar").read_bytes()))
+    tar_of(root / "ILSVRC2012_img_train.tar", inner)
+    (root / "inner.tar").unlink()
+    numbers = rng.permutation(NUM_VAL) + 1
+    tar_of(
+        root / "ILSVRC2012_img_val.tar",
+        [(f"ILSVRC2012_val_{n:08d}.JPEG", content(f"val{n}", rng.integers(1, 3000))) for n in numbers],
+    )
+    fields = ["ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height"]
+    fields.append("num_train_images")
+    rows = [(n, IDS[n], f"fish {n}, thing", "a fish", 0, [], 0, TRAIN_COUNTS[IDS[n]]) for n in IDS]
+    rows.append((5, "n00001740", "entity", "all", 2, [1, 2], 3, 0))
+    table = np.array([tuple(row) for row in rows], dtype=[(name, object) for name in fields])
+    meta = io.BytesIO()
+    savemat(meta, {"synsets": table.reshape(-1, 1)})
+    truth = "".join(f"{rng.integers(1, 5)}\n" for _ in range(NUM_VAL)).encode()
+    with tarfile.open(root / "ILSVRC2012_devkit_t12.tar.gz", "w:gz") as tar:
+        for name, data in (("meta.mat", meta.getvalue()), ("ILSVRC2012_validation_ground_truth.txt", truth)):
+            member = tarfile.TarInfo(f"ILSVRC2012_devkit_t12/data/{name}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return root
+
+
+@pytest.fixture
+def four_classes(monkeypatch):
+    """An ILSVRC2012 of these archives' size."""
+    monkeypatch.setattr(prepare_imagenet, "WNIDS", WNIDS)
+    monkeypatch.setattr(prepare_imagenet, "NUM_PICTURES", {"train": sum(TRAIN_COUNTS.values()), "val": NUM_VAL})
+
+
+@pytest.fixture
+def prepared(ilsvrc, four_classes, tmp_path):
+    assert run(prepare_imagenet, ilsvrc, tmp_path / "prepared") == 0
+    return tmp_path / "prepared"
+
+
+def test_prepared_folders_are_torchvision_s(ilsvrc, prepared, tmp_path, monkeypatch):
+    reference = tmp_path / "reference"
+    shutil.copytree(ilsvrc, reference)
+    monkeypatch.setattr(torchvision_imagenet, "check_integrity", lambda file, md5=None: os.path.isfile(file))
+    for split in ("train", "val"):
+        theirs = torchvision_imagenet.ImageNet(reference, split)
+        want = {Path(file).name: (label, Path(file).read_bytes()) for file, label in theirs.samples}
+        ours = ImageFolder(prepared / split)
+        assert {Path(file).name: (label, Path(file).read_bytes()) for file, label in ours.samples} == want
+        assert theirs.wnids == ours.classes
+    assert len(want) == NUM_VAL
+
+
+def test_prepared_shards_are_those_of_the_prepared_folders(ilsvrc, prepared, tmp_path):
+    options = ["--samples-per-shard", 6, "--seed", 4]
+    assert run(make_shards, prepared, tmp_path / "two_steps", *options) == 0
+    assert run(prepare_imagenet, ilsvrc, tmp_path / "one_step", "--shards", *options) == 0
+    assert files_of(tmp_path / "one_step") == files_of(tmp_path / "two_steps")
+    assert len(list((tmp_path / "one_step/train").glob("*.tar"))) == 7
+
+
+def test_a_killed_preparation_goes_on(ilsvrc, prepared, tmp_path):
+    target = tmp_path / "killed"
+    whole = files_of(prepared)
+
+    def slowly():  # as a slow disk
+        original = prepare_imagenet.Picture.read
+        prepare_imagenet.Picture.read = lambda *args: (time.sleep(0.01), original(*args))[1]
+        run(prepare_imagenet, ilsvrc, target)
+
+    process = FORK.Process(target=slowly)
+    process.start()
+    while len(list(target.rglob("n*.JPEG"))) < 12:
+        assert process.is_alive()
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    there = {name: data for name, data in files_of(target).items() if not Path(name).name.startswith(".")}
+    assert 12 <= len(there) < len(whole)
+    assert there.items() <= whole.items()  # no part of a picture under a picture's name
+    kept = min(target.rglob("n*.JPEG"))
+    before = kept.stat()
+    short = max(target.rglob("n*.JPEG"))
+    os.truncate(short, 0)  # as a machine that lost its power may leave it
+    assert run(prepare_imagenet, ilsvrc, target) == 0
+    assert files_of(target) == whole
+    assert (kept.stat().st_ino, kept.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_what_is_missing_is_said(ilsvrc, tmp_path, monkeypatch, capsys):
+    assert run(prepare_imagenet, ilsvrc, tmp_path / "out") == 1  # against the whole of ILSVRC2012
+    text = capsys.readouterr().err
+    assert len(text.splitlines()) == 1
+    assert "train: 4 of 1000 classes, no n01494475, n01496331" in text
+    assert "train: 40 of 1,281,167 pictures" in text
+    assert "val: 11 of 50,000 pictures; val: no ILSVRC2012_val_00000012.JPEG, " in text
+    assert len(list((tmp_path / "out/train").iterdir())) == 1000  # a label is the same whatever is missing
+
+    monkeypatch.setattr(prepare_imagenet, "WNIDS", WNIDS)
+    devkit = prepare_imagenet.read_devkit(ilsvrc / prepare_imagenet.DEVKIT)
+    assert devkit.num_train == TRAIN_COUNTS
+    found = list(prepare_imagenet.TrainArchive(ilsvrc / prepare_imagenet.TRAIN).pictures(WNIDS[3]))
+    assert "29 of 30 of n01491361" in " ".join(prepare_imagenet.missing("train", found[:-1], devkit))
+    assert run(prepare_imagenet, tmp_path, tmp_path / "out") == 2
+    assert "lacks ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit" in capsys.readouterr().err
+
+
+def test_damaged_archives_are_named(ilsvrc, four_classes, tmp_path, capsys, monkeypatch):
+    archives = tmp_path / "archives"
+
+    def fresh():
+        shutil.rmtree(archives, ignore_errors=True)
+        shutil.copytree(ilsvrc, archives)
+        return archives / prepare_imagenet.TRAIN, archives / prepare_imagenet.VAL, archives / prepare_imagenet.DEVKIT
+
+    train, val, devkit = fresh()
+    os.truncate(train, train.stat().st_size // 2)
+    assert run(prepare_imagenet, archives, tmp_path / "a") == 2
+    assert "ILSVRC2012_img_train.tar is cut short within n" in capsys.readouterr().err
+    train, val, devkit = fresh()
+    with tarfile.open(train) as tar:
+        second = tar.getmembers()[1]
+    with tarfile.open(train) as tar, tarfile.open(fileobj=tar.extractfile(second)) as inner:
+        third = inner.getmembers()[2]
+    with open(train, "r+b") as file:
+        file.seek(second.offset_data + third.offset)
+        file.write(b"\xff" * 512)
+    assert run(prepare_imagenet, archives, tmp_path / "b") == 2
+    assert f"{second.name} is damaged after " in capsys.readouterr().err
+    os.truncate(val, val.stat().st_size // 2)
+    assert run(prepare_imagenet, archives, tmp_path / "c", "--splits", "val") == 2
+    assert "ILSVRC2012_img_val.tar is cut short within ILSVRC2012_val_" in capsys.readouterr().err
+    os.truncate(devkit, 100)
+    assert run(prepare_imagenet, archives, tmp_path / "d", "--splits", "val") == 2
+    assert "ILSVRC2012_devkit_t12.tar.gz cannot be read" in capsys.readouterr().err
+    train, val, devkit = fresh()
+    shutil.copy(val, train)
+    assert run(prepare_imagenet, archives, tmp_path / "e", "--splits", "train") == 2
+    assert "is no class of ILSVRC2012" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "scipy.io", None)
+    assert run(prepare_imagenet, archives, tmp_path / "f") == 2
+    assert "pip install scipy" in capsys.readouterr().err
+    assert run(prepare_imagenet, archives, tmp_path / "f", "--splits", "val") == 2
+
+
+def test_tools_start_as_a_user_starts_them_and_complain_in_one_line(tmp_path):
+    commands = {
+        ("make_shards.py", "--index", tmp_path): "there are no shards",
+        ("prepare_imagenet.py", tmp_path, tmp_path / "out"): "lacks ILSVRC2012_img_train.tar",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, ROOT / "tools" / tool, *rest], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        )
+        for tool, *rest in commands
+    ]
+    for process, text in zip(started, commands.values(), strict=True):
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 2
+        assert len(errors.splitlines()) == 1, errors
+        assert text in errors

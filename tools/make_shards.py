@@ -1,0 +1,291 @@
+"""Class folders to tar shards in WebDataset's layout, or index files for shards that are there.
+
+    python tools/make_shards.py /data/imagenet /data/imagenet-shards
+    python tools/make_shards.py --index /data/imagenet-shards
+
+SOURCE holds train/<class>/<picture> and val/<class>/<picture>, as data.path of a run; the files go into the shards as
+they are. TARGET gets train/train-000000.tar ..., val/val-000000.tar ..., classes.txt and an index for each split: train
+on it with data.source=webdataset data.path=TARGET. The order is shuffled by --seed. The same pictures and options give
+the same bytes. A run that was stopped goes on where it was: shards that are whole are kept.
+
+--index lists shards that other tools made (train/*.tar and val/*.tar, or all in one folder), says what is damaged, and
+writes the index files; a folder that is read-only needs them.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import schema
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import io
+import json
+import os
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+import shards
+from imagenet_dataset import scan
+
+SPLITS = ("train", "val")
+
+
+class Parser(argparse.ArgumentParser):
+    """Complains in one line, as the entrypoints do."""
+
+    def error(self, message: str) -> None:
+        """Exit with 2."""
+        schema.exit_with(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pictures:
+    """Pictures of one split, in an order that is the same each time.
+
+    Attributes:
+        classes: their names.
+        names: <class>/<file name> of each picture.
+        labels: place of its class among `classes`.
+        sizes: sizes() are the files' bytes.
+        read: read(i) is a picture's file.
+    """
+
+    classes: tuple[str, ...]
+    names: list[str]
+    labels: list[int]
+    sizes: Callable[[], np.ndarray]
+    read: Callable[[int], bytes]
+
+
+def from_folder(source: str, split: str) -> Pictures:
+    """The pictures that a run with data.path=source would have.
+
+    Raises:
+        ConfigError: as `scan` says.
+    """
+    folder = scan(source, split)
+    files = [file for file, _ in folder.samples]
+    if folder.skipped:
+        print(f"{split}: skipped {folder.skipped}")
+    return Pictures(
+        classes=folder.classes,
+        names=[f"{folder.classes[label]}/{os.path.basename(file)}" for file, label in folder.samples],
+        labels=[int(label) for _, label in folder.samples],
+        sizes=lambda: np.array([os.path.getsize(file) for file in tqdm(files, "sizes", unit="file", disable=None)]),
+        read=lambda index: Path(files[index]).read_bytes(),
+    )
+
+
+def keys_of(names: list[str]) -> list[tuple[str, str]]:
+    """(key, ending) of each picture: WebDataset's keys have no dot in their last part, and none is there twice."""
+    taken, keys = set(), []
+    for name in names:
+        stem, ending = os.path.splitext(name)
+        folder, _, stem = stem.rpartition("/")
+        first = key = f"{folder}/{stem.replace('.', '_')}"
+        number = 0
+        while key in taken:  # a.jpg and a.png, or a.b.jpg and a_b.jpg
+            number += 1
+            key = f"{first}_{number}"
+        taken.add(key)
+        ending = ending.lower()
+        keys.append((key, ".jpg" if ending == ".jpeg" else ending))  # the name that readers of shards ask for
+    return keys
+
+
+def plan(pictures: Pictures, args: argparse.Namespace) -> list[np.ndarray]:
+    """The pictures of each shard: an order shuffled by the seed, in parts of about equal number or size."""
+    order = shards.permutation(len(pictures.names), args.seed)
+    if args.megabytes_per_shard is None:
+        return np.array_split(order, -(-len(order) // args.samples_per_shard))
+    sizes = pictures.sizes()[order]
+    number = np.floor((np.cumsum(sizes) - sizes) / (args.megabytes_per_shard * 1e6))
+    return np.split(order, np.flatnonzero(np.diff(number)) + 1)
+
+
+def write_split(target: Path, split: str, pictures: Pictures, args: argparse.Namespace) -> None:
+    """Write classes.txt, the shards of one split that are not there yet, and their index.
+
+    Raises:
+        ConfigError: the target holds shards of other pictures, classes or options, or another process writes there.
+        OSError: a picture cannot be read or a shard cannot be written.
+    """
+    parts, keys = plan(pictures, args), keys_of(pictures.names)
+    content = hashlib.sha256()
+    for part in parts:
+        content.update(json.dumps([(keys[i], pictures.labels[i]) for i in part]).encode())
+    if unfit := [name for name in pictures.classes if not name or "\n" in name or "\r" in name]:
+        raise schema.ConfigError(f"class {unfit[0]!r} cannot stand in classes.txt, one name a line: rename its folder")
+
+    (target / split).mkdir(parents=True, exist_ok=True)
+    with _alone(target):
+        _agree(target / "classes.txt", "".join(f"{name}\n" for name in pictures.classes))
+        if not (target / f"{split}.plan.json").exists() and any((target / split).glob("*.tar")):
+            raise schema.ConfigError(f"{target / split} holds shards that this tool did not make: give a new folder")
+        facts = {"pictures": len(keys), "shards": len(parts), "sha256": content.hexdigest()}
+        _agree(target / f"{split}.plan.json", json.dumps(facts) + "\n")
+        _write_shards(target / split, split, parts, keys, pictures, workers=args.workers)
+        shards.make_index(str(target), split)
+    print(f"{split}: {len(keys)} pictures of {len(pictures.classes)} classes in {len(parts)} shards, {target / split}")
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    with open(target / ".make_shards.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise schema.ConfigError(f"another process makes shards in {target}: wait for it") from None
+        yield
+
+
+def _agree(file: Path, content: str) -> None:
+    """Write a small file, or see that it is there with the same content."""
+    data = content.encode(errors="surrogateescape")
+    if file.exists():
+        if file.read_bytes() != data:
+            raise schema.ConfigError(
+                f"{file} is of other pictures, classes, seed or shard size: give those, or a new folder"
+            )
+        return
+    _replace(file, lambda target: target.write(data))
+
+
+def _replace(file: Path, write: Callable[[Any], Any]) -> None:
+    """Give `file` its name when it is whole on the disk."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    with open(temporary, "wb") as target:
+        write(target)
+        target.flush()
+        os.fsync(target.fileno())
+    os.replace(temporary, file)
+
+
+def _write_shards(
+    folder: Path,
+    split: str,
+    parts: list[np.ndarray],
+    keys: list[tuple[str, str]],
+    pictures: Pictures,
+    *,
+    workers: int,
+) -> None:
+    stopped, counting = threading.Event(), threading.Lock()
+    with (
+        tqdm(total=len(keys), desc=split, unit="picture", disable=None) as bar,
+        concurrent.futures.ThreadPoolExecutor(workers) as threads,
+    ):
+
+        def count(number: int) -> None:
+            with counting:
+                bar.update(number)
+
+        def write_shard(part: np.ndarray, target: Any) -> None:
+            with tarfile.open(fileobj=target, mode="w") as tar:
+                for i in part:
+                    if stopped.is_set():
+                        raise InterruptedError
+                    (key, ending), data = keys[i], pictures.read(i)
+                    _add(tar, key + ending, data)
+                    _add(tar, f"{key}.cls", str(pictures.labels[i]).encode())
+                    count(1)
+
+        def write(number: int) -> None:
+            file = folder / f"{split}-{number:06d}.tar"
+            if file.exists():
+                count(len(parts[number]))
+            else:
+                _replace(file, lambda target: write_shard(parts[number], target))
+
+        try:
+            for work in [threads.submit(write, number) for number in range(len(parts))]:
+                work.result()
+        except BaseException:
+            stopped.set()
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)  # no time, owner or mode of its own: the same picture gives the same bytes
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
+def index(path: str) -> bool:
+    """Write the index files of shards that are there and say what they hold; returns whether all is whole.
+
+    Raises:
+        ConfigError: there are no shards, or an index cannot be written.
+    """
+    is_whole = True
+    for split in SPLITS:
+        listed = shards.make_index(path, split)
+        found = shards.load(path, split, "skip")
+        print(f"{split}: {len(found)} pictures of {len(found.classes)} classes in {len(listed)} shards")
+        texts, skipped = shards.damage(listed, found.classes)
+        for text in texts:
+            print(f"{split}: damaged: {text}")
+        if skipped:
+            print(f"{split}: left out: {skipped}")
+        is_whole &= not texts
+    if not (Path(path) / "classes.txt").exists():
+        print(f"there is no {Path(path) / 'classes.txt'}, one class name a line: classes are called 0, 1, 2 ...")
+    return is_whole
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What shards are made with."""
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--samples-per-shard", type=_number(int, above=0), default=1000, metavar="N", help="at most (1000)"
+    )
+    size.add_argument("--megabytes-per-shard", type=_number(float, above=0), metavar="MB", help="about, of 10^6 bytes")
+    parser.add_argument("--seed", type=_number(int, above=-1), default=0, help="of the order (0)")
+    parser.add_argument("--workers", type=_number(int, above=0), default=8, help="files worked on at the same time (8)")
+
+
+def _number(kind: type, *, above: int) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        if not kind(text) > above:
+            raise ValueError
+        return kind(text)
+
+    return number
+
+
+def main() -> None:
+    """Parse and run."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", metavar="SOURCE", nargs="?")
+    parser.add_argument("target", metavar="TARGET", nargs="?", type=Path)
+    parser.add_argument("--index", metavar="FOLDER", help="only write the index files of the shards in FOLDER")
+    add_options(parser)
+    args = parser.parse_args()
+    if (args.index is None) == (args.target is None):
+        parser.error("give SOURCE and TARGET, or --index FOLDER")
+    try:
+        if args.index is not None:
+            sys.exit(0 if index(args.index) else 1)
+        for split in SPLITS:
+            write_split(args.target, split, from_folder(args.source, split), args)
+    except (schema.ConfigError, OSError) as error:
+        schema.exit_with(str(error))
+    except KeyboardInterrupt:
+        schema.exit_with("stopped: the same command again goes on", code=130)
+
+
+if __name__ == "__main__":
+    main()

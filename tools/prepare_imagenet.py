@@ -1,0 +1,301 @@
+"""ILSVRC2012's own archives to class folders, or straight to tar shards.
+
+    python tools/prepare_imagenet.py /downloads /data/imagenet
+    python tools/prepare_imagenet.py /downloads /data/imagenet-shards --shards
+
+ARCHIVES is the folder that holds them, as they were downloaded:
+
+    ILSVRC2012_img_train.tar         1000 tars of one class each
+    ILSVRC2012_img_val.tar           50,000 pictures in one folder
+    ILSVRC2012_devkit_t12.tar.gz     their classes; needed for val
+
+TARGET gets train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, or what tools/make_shards.py makes of these folders, to the byte.
+Nothing else is written: the archives are read in place. A picture has its name when it is whole, and a run that was
+stopped goes on where it was. At the end the pictures are counted; what is missing is said, with exit code 1.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import schema
+
+import argparse
+import concurrent.futures
+import io
+import os
+import re
+import tarfile
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import make_shards
+import numpy as np
+from timm.data import ImageNetInfo
+from tqdm import tqdm
+
+TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
+WNIDS = tuple(sorted(ImageNetInfo().label_names()))
+NUM_PICTURES = {"train": 1_281_167, "val": 50_000}
+
+
+class Picture(NamedTuple):
+    """Where a picture lies in an archive."""
+
+    wnid: str
+    name: str
+    offset: int
+    size: int
+
+    def read(self, descriptor: int) -> bytes:
+        """The picture's file, from the archive's."""
+        data = os.pread(descriptor, self.size, self.offset)
+        if len(data) != self.size:
+            raise OSError(f"the archive ended within {self.name}: it has changed meanwhile")
+        return data
+
+
+class Devkit(NamedTuple):
+    """What the development kit says."""
+
+    val_wnids: list[str]  # of picture 1, 2, ...
+    num_train: dict[str, int]  # wnid -> pictures
+
+
+def read_devkit(archive: Path) -> Devkit:
+    """The classes of the validation pictures.
+
+    data/ILSVRC2012_validation_ground_truth.txt has a number a line, of an order that data/meta.mat defines: that of
+    the sorted wnids is another.
+
+    Raises:
+        ConfigError: the archive is not what it should be, or scipy, which reads meta.mat, is missing.
+    """
+    try:
+        from scipy.io import loadmat
+    except ImportError:
+        raise schema.ConfigError(
+            f"scipy is not installed, which reads meta.mat of {DEVKIT}: pip install scipy"
+        ) from None
+    files = {}
+    try:
+        with tarfile.open(archive, "r:gz") as tar:
+            for member in tar:
+                if (name := os.path.basename(member.name)) in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt"):
+                    files[name] = tar.extractfile(member).read()
+        synsets = loadmat(io.BytesIO(files["meta.mat"]), squeeze_me=True)["synsets"]
+        leaves = [synset for synset in synsets if synset["num_children"] == 0]  # the others are their hypernyms
+        wnids = {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in leaves}
+        numbers = files["ILSVRC2012_validation_ground_truth.txt"].split()
+        return Devkit(
+            val_wnids=[wnids[int(number)] for number in numbers],
+            num_train={str(synset["WNID"]): int(synset["num_train_images"]) for synset in leaves},
+        )
+    except (OSError, EOFError, zlib.error, tarfile.TarError, KeyError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise schema.ConfigError(
+            f"{archive} cannot be read, download it again ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def members(file: Any, *, length: int, name: str) -> Iterator[tarfile.TarInfo]:
+    """The files in a tar of `length` bytes.
+
+    Raises:
+        ConfigError: the tar is damaged or cut short.
+    """
+    end, last = 0, "its start"
+    try:
+        for member in tarfile.TarFile(fileobj=file):
+            end, last = member.offset_data + -(-member.size // 512) * 512 * member.isreg(), member.name
+            if end > length:
+                raise schema.ConfigError(f"{name} is cut short within {member.name}: download it again")
+            if member.isreg():
+                yield member
+    except tarfile.TarError as error:
+        raise schema.ConfigError(f"{name} is damaged after {last}, download it again: {error}") from error
+    file.seek(end)  # where tarfile ends silently at anything that is no header
+    if file.read(512).strip(b"\0"):
+        raise schema.ConfigError(f"{name} is damaged after {last}: download it again")
+
+
+class TrainArchive:
+    """ILSVRC2012_img_train.tar: a tar of one tar a class."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with open(path, "rb") as file:
+            found = list(members(file, length=path.stat().st_size, name=path.name))
+        self.parts = {member.name.removesuffix(".tar"): member for member in found}
+        if unknown := sorted(set(self.parts) - set(WNIDS)):
+            raise schema.ConfigError(
+                f"{path} holds {unknown[0]}, which is no class of ILSVRC2012: is it another archive?"
+            )
+        self.num_bytes = sum(member.size for member in found)
+
+    def pictures(self, part: str) -> Iterator[Picture]:
+        """Of the class `part`, in the order of the archive."""
+        whole = self.parts[part]
+        with tarfile.open(self.path, "r:") as outer, outer.extractfile(whole) as inner:
+            for member in members(inner, length=whole.size, name=f"{self.path.name}: {whole.name}"):
+                yield Picture(part, os.path.basename(member.name), whole.offset_data + member.offset_data, member.size)
+
+
+class ValArchive:
+    """ILSVRC2012_img_val.tar: all pictures in one folder."""
+
+    def __init__(self, path: Path, devkit: Devkit) -> None:
+        self.path, self.devkit = path, devkit
+        self.parts = ("",)
+        self.num_bytes = path.stat().st_size
+
+    def pictures(self, part: str) -> Iterator[Picture]:
+        """All, in the order of the archive."""
+        with open(self.path, "rb") as file:
+            for member in members(file, length=self.num_bytes, name=self.path.name):
+                name = os.path.basename(member.name)
+                number = re.fullmatch(r"ILSVRC2012_val_(\d{8})\.JPEG", name)
+                if number is None or not 1 <= int(number[1]) <= len(self.devkit.val_wnids):
+                    raise schema.ConfigError(f"{self.path} holds {name}, which has no label in {DEVKIT}")
+                yield Picture(self.devkit.val_wnids[int(number[1]) - 1], name, member.offset_data, member.size)
+
+
+Archive = TrainArchive | ValArchive
+
+
+def visit(archive: Archive, split: str, visitor: Callable[[int, Picture], None], workers: int) -> list[Picture]:
+    """Call visitor(descriptor of the archive, picture) for each picture, a class a thread; returns all."""
+    descriptor = os.open(archive.path, os.O_RDONLY)
+    stopped, counting = threading.Event(), threading.Lock()
+    with (
+        tqdm(total=archive.num_bytes, desc=split, unit="B", unit_scale=True, disable=None) as bar,
+        concurrent.futures.ThreadPoolExecutor(workers) as threads,
+    ):
+
+        def one(part: str) -> list[Picture]:
+            found = []
+            for picture in archive.pictures(part):
+                if stopped.is_set():
+                    raise InterruptedError
+                visitor(descriptor, picture)
+                found.append(picture)
+                with counting:
+                    bar.update(picture.size)
+            return found
+
+        try:
+            work = [threads.submit(one, part) for part in archive.parts]
+            return [picture for done in work for picture in done.result()]
+        except BaseException:
+            stopped.set()
+            threads.shutdown(cancel_futures=True)
+            raise
+        finally:
+            os.close(descriptor)
+
+
+def to_folders(archive: Archive, target: Path, split: str, workers: int) -> list[Picture]:
+    """Write the pictures that are not there yet, each under a temporary name first."""
+    for wnid in WNIDS:
+        (target / split / wnid).mkdir(parents=True, exist_ok=True)
+
+    def write(descriptor: int, picture: Picture) -> None:
+        file = target / split / picture.wnid / picture.name
+        if file.exists() and file.stat().st_size == picture.size:
+            return
+        temporary = file.with_name(f".{file.name}.tmp")
+        temporary.write_bytes(picture.read(descriptor))
+        os.replace(temporary, file)
+
+    return visit(archive, split, write, workers)
+
+
+def to_shards(archive: Archive, target: Path, split: str, args: argparse.Namespace) -> list[Picture]:
+    """List the archive, then read it in the order of the shards."""
+    found = visit(archive, f"list of {split}", lambda *_: None, args.workers)
+    found.sort(key=lambda picture: (picture.wnid, picture.name))
+    label = {wnid: number for number, wnid in enumerate(WNIDS)}
+    with open(archive.path, "rb") as file:
+        pictures = make_shards.Pictures(
+            classes=WNIDS,
+            names=[f"{picture.wnid}/{picture.name}" for picture in found],
+            labels=[label[picture.wnid] for picture in found],
+            sizes=lambda: np.array([picture.size for picture in found]),
+            read=lambda i: found[i].read(file.fileno()),
+        )
+        make_shards.write_split(target, split, pictures, args)
+    return found
+
+
+def missing(split: str, found: list[Picture], devkit: Devkit | None) -> list[str]:
+    """What ILSVRC2012 has and `found` lacks, a line each."""
+    count, lines = Counter(picture.wnid for picture in found), []
+    if absent := [wnid for wnid in WNIDS if wnid not in count]:
+        lines.append(f"{split}: {len(WNIDS) - len(absent)} of {len(WNIDS)} classes, no {_some(absent)}")
+    if len(found) != NUM_PICTURES[split]:
+        lines.append(f"{split}: {len(found):,} of {NUM_PICTURES[split]:,} pictures")
+        if split == "val":
+            names = {picture.name for picture in found}
+            wanted = [f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(1, NUM_PICTURES[split] + 1)]
+            lines.append(f"{split}: no {_some([name for name in wanted if name not in names])}")
+        elif devkit is not None:
+            wrong = [(wnid, number) for wnid, number in devkit.num_train.items() if count[wnid] != number]
+            lines.append(f"{split}: {_some([f'{count[wnid]} of {number} of {wnid}' for wnid, number in wrong])}")
+    return lines
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+def prepare(args: argparse.Namespace) -> list[str]:
+    """Do it; returns what is missing, a line each.
+
+    Raises:
+        ConfigError: an archive is missing, damaged, or another one than it should be.
+        OSError: a file cannot be read or written.
+    """
+    needed = {"train": [TRAIN], "val": [VAL, DEVKIT]}
+    names = [name for split in args.splits for name in needed[split]]
+    if absent := [name for name in names if not (args.archives / name).is_file()]:
+        raise schema.ConfigError(
+            f"{args.archives} lacks {', '.join(absent)}: download ILSVRC2012 from https://image-net.org, or give "
+            "--splits train or --splits val"
+        )
+    devkit = read_devkit(args.archives / DEVKIT) if "val" in args.splits else None
+    lines = []
+    for split in args.splits:
+        archive = TrainArchive(args.archives / TRAIN) if split == "train" else ValArchive(args.archives / VAL, devkit)
+        if args.shards:
+            found = to_shards(archive, args.target, split, args)
+        else:
+            found = to_folders(archive, args.target, split, args.workers)
+            print(f"{split}: {len(found):,} pictures of {len({p.wnid for p in found})} classes, {args.target / split}")
+        lines += missing(split, found, devkit)
+    return lines
+
+
+def main() -> None:
+    """Parse, work, say what is missing."""
+    parser = make_shards.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("archives", metavar="ARCHIVES", type=Path)
+    parser.add_argument("target", metavar="TARGET", type=Path)
+    parser.add_argument("--splits", nargs="+", choices=("train", "val"), default=["train", "val"])
+    parser.add_argument("--shards", action="store_true", help="write tar shards in place of class folders")
+    make_shards.add_options(parser)
+    try:
+        lines = prepare(parser.parse_args())
+    except (schema.ConfigError, OSError) as error:
+        schema.exit_with(str(error))
+    except KeyboardInterrupt:
+        schema.exit_with("stopped: the same command again goes on", code=130)
+    if lines:
+        schema.exit_with(f"incomplete, download the archives again: {'; '.join(lines)}", code=1)
+
+
+if __name__ == "__main__":
+    main()
