@@ -1,6 +1,7 @@
-"""Class folders to batches, in an order that is a function of (seed, step) alone.
+"""Class folders or tar shards to batches, in an order that is a function of (seed, step) alone.
 
-    <path>/train/<class>/<picture>    <path>/val/<class>/<picture>
+    <path>/train/<class>/<picture>    <path>/val/<class>/<picture>        data.source=folder
+    <path>/train/*.tar                <path>/val/*.tar                    data.source=webdataset
 
 The training set is one endless stream of samples. Sample n = step x global batch + position; its epoch is n // N, its
 place in that epoch's order n % N, and its augmentation follows from (seed, n). So neither the worker count, nor
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
+import shards
 from decode import Ahead, Decoder, Encoded, Jpeg, PictureError, bounded, encode
 from folders import Folder, scan
 
@@ -34,6 +36,9 @@ logger = logging.getLogger(__name__)
 PADDING = -1  # label of the images that fill up the last validation batch; they count for nothing
 
 Key = tuple[int, int]  # sample number, index into the data set
+
+
+Pictures = Folder | shards.Shards  # labels, name(index), read(index)
 
 
 def check(cfg: Config) -> None:
@@ -58,6 +63,15 @@ def check(cfg: Config) -> None:
         raise ConfigError(f"num_epochs={cfg.num_epochs} of {num_train} images is less than one step: train longer")
 
 
+def pictures(cfg: DataConfig, split: str) -> Pictures:
+    """What `data.path` holds of one split, class folders or tar shards.
+
+    Raises:
+        ConfigError: as `scan` and `shards.load` say.
+    """
+    return scan(cfg.path, split) if cfg.source == "folder" else shards.load(cfg.path, split, cfg.on_error)
+
+
 def num_train_steps(cfg: Config) -> int:
     """Optimizer updates of the run: as given, or floor(epochs x images / global batch)."""
     if cfg.num_train_steps is not None:
@@ -70,8 +84,8 @@ def sizes(cfg: Config) -> tuple[int, int, tuple[str, ...]]:
     """Training images, validation images, class names."""
     if cfg.data.source == "synthetic":
         return cfg.data.num_synthetic_train, cfg.data.num_synthetic_val, ()
-    train = scan(cfg.data.path, "train")
-    return len(train), len(scan(cfg.data.path, "val")), train.classes
+    train = pictures(cfg.data, "train")
+    return len(train), len(pictures(cfg.data, "val")), train.classes
 
 
 class PictureDataset(Dataset):
@@ -84,7 +98,7 @@ class PictureDataset(Dataset):
             counts for nothing. Either only with data.on_error=skip.
     """
 
-    def __init__(self, pictures: Folder, cfg: Config, *, is_train: bool) -> None:
+    def __init__(self, pictures: Pictures, cfg: Config, *, is_train: bool) -> None:
         self.pictures, self.is_train, self.seed = pictures, is_train, cfg.seed
         self.skips = cfg.data.on_error == "skip"
         how = {key: getattr(cfg.data, key) for key in ("decoder", "exif_orientation", "max_pixels")}
@@ -327,8 +341,12 @@ def build_loaders(cfg: Config, *, rank: int, world_size: int, start_step: int) -
             SyntheticDataset(num_images, shape, cfg.model.num_classes, seed=cfg.seed) for num_images in sizes(cfg)[:2]
         )
     else:
-        train, val = scan(cfg.data.path, "train"), scan(cfg.data.path, "val")
+        train, val = pictures(cfg.data, "train"), pictures(cfg.data, "val")
         train_set, val_set = PictureDataset(train, cfg, is_train=True), PictureDataset(val, cfg, is_train=False)
+        if cfg.data.source == "webdataset":
+
+            def order(epoch: int) -> np.ndarray:
+                return shards.epoch_order(train, seed=cfg.seed, epoch=epoch, streams=cfg.data.shard_streams)
 
     train_loader = Loader(train_set, TrainSampler(cfg, len(train_set), order, start_step=start_step, **place), cfg)
     val_loader = Loader(val_set, EvalSampler(len(val_set), batch_size=micro, **place), cfg)

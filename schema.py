@@ -161,7 +161,7 @@ class ModelConfig:
 class DataConfig:
     """Where pictures come from and how they are cut."""
 
-    source: Literal["folder", "synthetic"]
+    source: Literal["folder", "webdataset", "synthetic"]
     path: str | None
     image_size: Size
     num_workers: NonNegativeInt
@@ -170,6 +170,7 @@ class DataConfig:
     max_pixels: PositiveInt
     on_error: Literal["raise", "skip"]
     max_errors: NonNegativeInt
+    shard_streams: PositiveInt
     repeated_augmentation: PositiveInt
     crop_scale: Range
     crop_ratio: Range

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from imagenet_dataset import IMAGE_EXTENSIONS
+from folders import IMAGE_EXTENSIONS
 
 OPEN_SHARDS = 256  # files that a process holds open at most; a common limit is 1024
 THREADS = 16  # shards that are listed at the same time: on a network file system each waits for answers

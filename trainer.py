@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import checkpoint
 from distributed import Session, set_status
-from imagenet_dataset import PADDING, num_train_steps, scan
+from imagenet_dataset import PADDING, num_train_steps, pictures
 from metrics import MetricLogger, Speed
 from optim import clip_grad_norm_, lr_at
 
@@ -230,7 +230,7 @@ def _introduce(run: Run, cfg: Config, session: Session, *, start_step: int, tota
     )
     if cfg.data.source != "synthetic":
         for split in ("train", "val"):
-            found = scan(cfg.data.path, split)
+            found = pictures(cfg.data, split)
             logger.info("%s: %d images, skipped %s", split, len(found), found.skipped or "nothing")
             labels = set(np.unique(found.labels).tolist())
             if absent := [name for label, name in enumerate(found.classes) if label not in labels]:

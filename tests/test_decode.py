@@ -226,7 +226,7 @@ def test_training_pixels_are_pillows_to_within_two(tmp_path, interpolation):
         photo(90 + 50 * i, 220, seed=i).save(tmp_path / split / f"a/{i}.jpg", quality=95)
     options = [f"data.interpolation={interpolation}", "data.hflip=0", "model.in_chans=3", "model.img_size=64"]
     cfg = config(tmp_path, *options)
-    dataset = imagenet_dataset.PictureDataset(imagenet_dataset.scan(cfg.data.path, "train"), cfg, is_train=True)
+    dataset = imagenet_dataset.PictureDataset(imagenet_dataset.pictures(cfg.data, "train"), cfg, is_train=True)
     for number, index in itertools.product(range(4), range(6)):
         found, _, _ = dataset[number, index]
         image = Image.open(dataset.pictures.name(index))

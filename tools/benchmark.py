@@ -444,7 +444,7 @@ def loader(args: argparse.Namespace) -> dict[str, Any]:
             )
             for decoder in ("pillow", "torchvision"):
                 cfg = config(chosen, f"data.decoder={decoder}")
-                ours = data.PictureDataset(data.scan(cfg.data.path, "train"), cfg, is_train=True)
+                ours = data.PictureDataset(data.pictures(cfg.data, "train"), cfg, is_train=True)
                 keys = list(enumerate(picked))
                 ways[f"ours, {decoder}, {interpolation}"] = functools.partial(
                     cpu_seconds, ours, keys, data._collate, 64
