@@ -31,6 +31,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.transforms import InterpolationMode, v2
 
+from augment import Augment
+
 # What is a picture, by the end of its name. Anything else in a class folder is counted and left alone.
 IMAGE_EXTENSIONS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 PADDING = -1  # label of the images that fill up the last validation batch; they count for nothing
@@ -270,7 +272,7 @@ class EvalSampler(Sampler):
 
 
 def train_transform(cfg: DataConfig) -> v2.Transform:
-    """PIL picture to a uint8 tensor (C, Y, X): random resized crop, flip."""
+    """PIL picture to a uint8 tensor (C, Y, X): random resized crop, then what augment.py does."""
     return v2.Compose(
         [
             v2.RandomResizedCrop(
@@ -280,8 +282,8 @@ def train_transform(cfg: DataConfig) -> v2.Transform:
                 interpolation=InterpolationMode(cfg.interpolation),
                 antialias=True,
             ),
-            v2.RandomHorizontalFlip(cfg.hflip),
             v2.PILToTensor(),
+            Augment(cfg),
         ]
     )
 
