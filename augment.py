@@ -141,8 +141,8 @@ class RandomErasing:
 class Mixup:
     """Mixup (Zhang et al., arXiv 1710.09412) and cutmix (Yun et al., arXiv 1905.04899), one or the other a step.
 
-    As timm's Mixup in its mode "batch", but for who is mixed with whom: position p of the global batch with p ^ 1, where
-    timm reverses the batch of a rank. With an even micro batch no pair is torn, and lambda follows from (seed, step), so
+    As timm's Mixup in its mode "batch", but for who is mixed with whom: position p of the global batch with p ^ 1,
+    where timm reverses the batch of a rank. An even micro batch tears no pair, and lambda follows from (seed, step), so
     the result depends neither on the number of ranks nor on the accumulation. Both members of a pair are mixed, so
     lambda and 1 - lambda give the same two pictures: big_vision's max(lambda, 1 - lambda) makes no difference here.
     """

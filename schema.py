@@ -195,7 +195,7 @@ def _check_policy(policy: str) -> None:
         given[key] = option.removeprefix(key)
     magnitude, most = int(given.get("m", 0)), int(given.get("mmax", 10))
     if magnitude > most:
-        longer = f" or {policy.removesuffix(f'-mmax{most}')}-mmax{magnitude}" if name == "rand" else ""
+        longer = f" or {policy.replace(f'-mmax{most}', '')}-mmax{magnitude}" if name == "rand" else ""
         raise ConfigError(
             f"data.auto_augment={policy}: timm cuts the magnitude off at {most}; "
             f"use {policy.replace(f'-m{magnitude}', f'-m{most}')}{longer}"
