@@ -71,11 +71,10 @@ def _pil_ops(cfg: DataConfig, num_channels: int) -> list[PilOp]:
 def auto_augment_policy(cfg: DataConfig, num_channels: int) -> PilOp:
     """The policy of timm's that `data.auto_augment` names, with the arguments that transforms_imagenet_train gives it.
 
-    What geometric operations uncover is filled with the data's mean.
+    What geometric operations uncover is filled with the data's mean. No policy uses timm's translate_const.
     """
     mean = cfg.mean * num_channels if len(cfg.mean) == 1 else cfg.mean
     arguments = {
-        "translate_const": int(min(pair(cfg.image_size)) * 0.45),
         "img_mean": tuple(min(255, max(0, round(255 * value))) for value in mean),
         "interpolation": str_to_pil_interp(cfg.interpolation),
     }
