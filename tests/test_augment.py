@@ -15,6 +15,7 @@ import torch
 import yaml
 from conftest import TINY, column, run_tasks
 from timm.data import Mixup as TimmMixup
+from timm.data.mixup import mixup_target
 from timm.data.random_erasing import RandomErasing as TimmErasing
 from timm.data.transforms_factory import transforms_imagenet_train
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
@@ -369,8 +370,6 @@ def mixed_targets(labels, share=0.3):
 
 def soft_targets(labels, smoothing, share=0.3):
     """timm's own, smoothed."""
-    from timm.data.mixup import mixup_target
-
     return mixup_target(labels, 6, share, smoothing)
 
 
