@@ -29,6 +29,7 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
 import shards
+from augment import Augment
 from decode import Ahead, Decoder, Encoded, Jpeg, PictureError, bounded, encode
 from folders import Folder, scan
 
@@ -105,7 +106,7 @@ class PictureDataset(Dataset):
         self.decoder = Decoder(cfg.model.in_chans, **how)
         self.use_gpu = is_train and cfg.data.decoder == "nvjpeg"
         self.cfg = cfg.data
-        self.augment, self.eval_transform = v2.RandomHorizontalFlip(cfg.data.hflip), eval_transform(cfg.data)
+        self.augment, self.eval_transform = Augment(cfg.data), eval_transform(cfg.data)
         self.nothing = torch.zeros(cfg.model.in_chans, *pair(cfg.data.image_size), dtype=torch.uint8)
 
     def __len__(self) -> int:

@@ -89,6 +89,7 @@ from pydantic.dataclasses import dataclass  # noqa: E402
 
 Rate = Annotated[float, Field(ge=0, lt=1)]  # a probability that leaves something over
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
 Size = PositiveInt | tuple[PositiveInt, PositiveInt]  # one number or [height, width]
 Range = tuple[PositiveFloat, PositiveFloat]
 Channels = Annotated[tuple[float, ...], Field(min_length=1)]  # one value for all channels, or one a channel
@@ -157,9 +158,53 @@ class ModelConfig:
             )
 
 
+_NUMBER, _PART = r"\d+(?:\.\d+)?", r"0\.\d*[1-9]\d*"
+_AUTO_AUGMENT = (rf"mstd{_NUMBER}", "-mstd0.5")
+# The policies of data.auto_augment, with the options that timm.data.auto_augment reads and how they are written. timm
+# itself takes an option that it cannot read (rand-mfoo, rand-tfoo) for its default without a word.
+_POLICIES = {
+    "rand": (
+        rf"m\d+|n[1-9]|p(?:{_PART}|1)|mstd{_NUMBER}|mmax[1-9]\d*|inc[01]|t(?:weights|3aw|3a)",
+        "-m9-n2-p0.5-mstd0.5-mmax10-inc1-tweights",
+    ),
+    "original": _AUTO_AUGMENT,
+    "originalr": _AUTO_AUGMENT,
+    "v0": _AUTO_AUGMENT,
+    "v0r": _AUTO_AUGMENT,
+    "3a": _AUTO_AUGMENT,
+    "augmix": (rf"m\d+|w[1-9]|d[1-9]|a(?:{_PART}|[1-9]\d*)|b[01]|mstd{_NUMBER}", "-m3-w3-d2-a1-b0-mstd0.5"),
+}
+
+
+def _check_policy(policy: str) -> None:
+    """Refuse a `data.auto_augment` that timm does not know, or would not do as it is written."""
+    name, *options = policy.split("-")
+    if name not in _POLICIES:
+        raise ConfigError(
+            f"data.auto_augment={policy}: timm has no policy {name}; use null, {', '.join(_POLICIES)}, with options as "
+            "in rand-m9-mstd0.5-inc1"
+        )
+    pattern, example = _POLICIES[name]
+    given = {}
+    for option in options:
+        if not re.fullmatch(pattern, option):
+            raise ConfigError(f"data.auto_augment={policy}: what {name} takes is written as in {name}{example}")
+        key = re.match(r"t|[a-z]+", option)[0]
+        if key in given:
+            raise ConfigError(f"data.auto_augment={policy}: {key} is given twice; leave one of them out")
+        given[key] = option.removeprefix(key)
+    magnitude, most = int(given.get("m", 0)), int(given.get("mmax", 10))
+    if magnitude > most:
+        longer = f" or {policy.replace(f'-mmax{most}', '')}-mmax{magnitude}" if name == "rand" else ""
+        raise ConfigError(
+            f"data.auto_augment={policy}: timm cuts the magnitude off at {most}; "
+            f"use {policy.replace(f'-m{magnitude}', f'-m{most}')}{longer}"
+        )
+
+
 @section
 class DataConfig:
-    """Where pictures come from and how they are cut."""
+    """Where pictures come from, how they are cut and what else happens to those of the training set."""
 
     source: Literal["folder", "webdataset", "synthetic"]
     path: str | None
@@ -174,7 +219,15 @@ class DataConfig:
     repeated_augmentation: PositiveInt
     crop_scale: Range
     crop_ratio: Range
-    hflip: Annotated[float, Field(ge=0, le=1)]
+    hflip: Probability
+    vflip: Probability
+    auto_augment: str | None
+    color_jitter: Annotated[tuple[NonNegativeFloat, ...], Field(min_length=3, max_length=4)] | None
+    random_erasing: Probability
+    mixup: NonNegativeFloat
+    cutmix: NonNegativeFloat
+    mixup_prob: Probability
+    mixup_switch_prob: Probability
     interpolation: Literal["bilinear", "bicubic"]
     crop_pct: Fraction
     mean: Channels
@@ -192,10 +245,20 @@ class DataConfig:
                 "data.on_error=skip with data.decoder=nvjpeg: the GPU decodes when the batch has been put together; "
                 "use data.decoder=torchvision"
             )
+        for key in ("vflip", "auto_augment", "color_jitter", "random_erasing"):
+            if self.decoder == "nvjpeg" and (value := getattr(self, key)):
+                raise ConfigError(
+                    f"data.{key}={value} with data.decoder=nvjpeg, which crops and flips from left to right only: "
+                    "use data.decoder=torchvision"
+                )
         if self.crop_scale[0] > self.crop_scale[1] or self.crop_scale[1] > 1:
             raise ConfigError(f"data.crop_scale={list(self.crop_scale)} is not an ascending range within 0..1")
         if self.crop_ratio[0] > self.crop_ratio[1]:
             raise ConfigError(f"data.crop_ratio={list(self.crop_ratio)} is not an ascending range")
+        if self.auto_augment is not None:
+            _check_policy(self.auto_augment)
+        if self.color_jitter and any(hue > 0.5 for hue in self.color_jitter[3:]):
+            raise ConfigError(f"data.color_jitter={list(self.color_jitter)}: the fourth number, hue, is at most 0.5")
 
 
 @section
@@ -221,9 +284,21 @@ class LrSchedulerConfig:
 
 @section
 class LossConfig:
-    """Softmax cross-entropy."""
+    """What is minimised; evaluation is always cross-entropy on the labels."""
 
+    name: Literal["softmax", "sigmoid"]
     label_smoothing: Rate
+    bce_sum: bool
+    bce_target_thresh: Rate | None
+
+    def __post_init__(self) -> None:
+        if self.name == "softmax" and self.bce_sum:
+            raise ConfigError("loss.bce_sum=true with loss.name=softmax: set it to false, or loss.name=sigmoid")
+        if self.name == "softmax" and self.bce_target_thresh is not None:
+            raise ConfigError(
+                f"loss.bce_target_thresh={self.bce_target_thresh} with loss.name=softmax: set it to null, or "
+                "loss.name=sigmoid"
+            )
 
 
 @section
@@ -398,6 +473,17 @@ class Config:
                     f"data.{key}={list(values)} has {len(values)} values, model.in_chans={self.model.in_chans}: "
                     "give one value, or one a channel"
                 )
+        if self.model.in_chans == 1 and self.data.color_jitter and any(self.data.color_jitter[2:]):
+            raise ConfigError(
+                f"data.color_jitter={list(self.data.color_jitter)} with model.in_chans=1: grey pictures have no "
+                "saturation and no hue; set the third and fourth number to 0"
+            )
+        smoothed = self.loss.label_smoothing / self.model.num_classes
+        if self.loss.bce_target_thresh is not None and smoothed > self.loss.bce_target_thresh:
+            raise ConfigError(
+                f"loss.label_smoothing={self.loss.label_smoothing} lifts every class above "
+                f"loss.bce_target_thresh={self.loss.bce_target_thresh}: set loss.label_smoothing=0"
+            )
         if self.checkpoint.save_final_model and self.checkpoint.ckpt_dir and self.model.norm_eps != 1e-6:
             raise ConfigError(
                 f"model.norm_eps={self.model.norm_eps} cannot be exported, timm's ViTs have 1e-6: "
@@ -476,6 +562,12 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
                 )
     if cfg.data.decoder == "nvjpeg" and not torch.cuda.is_available():
         raise ConfigError("data.decoder=nvjpeg needs a CUDA GPU: use data.decoder=torchvision")
+    if (cfg.data.mixup or cfg.data.cutmix) and (micro := micro_batch(cfg, world_size)[0]) % 2:
+        key = "mixup" if cfg.data.mixup else "cutmix"
+        raise ConfigError(
+            f"data.{key}={getattr(cfg.data, key)} mixes pairs, and micro_batch_size={micro} (on {world_size} ranks) is "
+            "odd: use an even one, or set data.mixup=0 data.cutmix=0"
+        )
     axes = cfg.distributed
     outer, shard = axes.dp_outer or 1, axes.dp_shard or world_size // (axes.dp_outer or 1)
     if script == "train_ddp" and (axes.dp_outer, axes.dp_shard) != (None, None):

@@ -1,6 +1,6 @@
 """The one training loop and the one evaluation."""
 
-from schema import Config, RunError, micro_batch
+from schema import Config, LossConfig, RunError, micro_batch
 
 import contextlib
 import dataclasses
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 import checkpoint
+from augment import Mixup
 from distributed import Session, set_status
 from imagenet_dataset import PADDING, num_train_steps, pictures
 from metrics import MetricLogger, Speed
@@ -74,7 +75,7 @@ def train(
     total_steps = num_train_steps(cfg)
     start_step, best = resumed.step, resumed.best
     _introduce(run, cfg, session, start_step=start_step, total_steps=total_steps)
-    normalize = Normalize(cfg, device)
+    normalize, mixup = Normalize(cfg, device), Mixup(cfg)
     parameters = list(run.state.weights.values())
     metrics = MetricLogger(cfg, session, start_step=start_step, total_steps=total_steps, run_id=resumed.run_id)
     speed = Speed(session, images_per_step=cfg.global_batch_size, flops_per_image=run.flops_per_image)
@@ -99,8 +100,9 @@ def train(
             _seed_dropout(cfg.seed, step, session.rank, microbatch)
             is_first = None if accumulation == 1 else microbatch == 0
             with run.grad_sync(microbatch == accumulation - 1):
-                logits = run.model(normalize(images), is_first_microbatch=is_first).float()
-                part = F.cross_entropy(logits, labels, label_smoothing=cfg.loss.label_smoothing) / accumulation
+                images, targets = mixup(normalize(images), labels, step)
+                logits = run.model(images, is_first_microbatch=is_first).float()
+                part = loss_of(logits, targets, cfg.loss) / accumulation
                 part.backward()
             loss += part.detach()
 
@@ -175,6 +177,25 @@ def evaluate(
     dist.all_reduce(sums)
     loss, top1, top5, images = sums.tolist()
     return {"val/loss": loss / images, "val/top1": top1 / images, "val/top5": top5 / images, "val/images": int(images)}
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor, cfg: LossConfig) -> torch.Tensor:
+    """The training loss, a mean over the batch, of `logits` (B, num_classes), float32.
+
+    `targets` are labels (B,) or, with mixup, shares (B, num_classes); label smoothing takes each share t to
+    (1 - smoothing) t + smoothing / num_classes (Szegedy et al., arXiv 1512.00567), before `loss.bce_target_thresh`, as
+    in timm. softmax: cross-entropy. sigmoid: binary cross-entropy of every class, summed over classes by big_vision
+    (loss.bce_sum), averaged by timm and DeiT III, where every class of a mixed picture counts in full (threshold 0).
+    """
+    if cfg.name == "softmax":
+        return F.cross_entropy(logits, targets, label_smoothing=cfg.label_smoothing)
+    if targets.ndim == 1:
+        targets = torch.zeros_like(logits).scatter_(1, targets[:, None], 1.0)
+    targets = (1 - cfg.label_smoothing) * targets + cfg.label_smoothing / logits.shape[1]
+    if cfg.bce_target_thresh is not None:
+        targets = (targets > cfg.bce_target_thresh).float()
+    loss = F.binary_cross_entropy_with_logits(logits, targets)
+    return loss * logits.shape[1] if cfg.bce_sum else loss
 
 
 class Normalize:

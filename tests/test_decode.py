@@ -384,6 +384,9 @@ def test_nvjpeg_is_refused_where_it_cannot_be():
             schema.check_script(cfg, "train_ddp", 1)
     with pytest.raises(schema.ConfigError, match=r"data.on_error=skip with data.decoder=nvjpeg"):
         config("unused", "data.decoder=nvjpeg", "data.on_error=skip")
+    for augmentation in ("vflip=0.5", "auto_augment=3a", "color_jitter=[0.3,0.3,0.3]", "random_erasing=0.25"):
+        with pytest.raises(schema.ConfigError, match=f"data.{augmentation.split('=')[0]}=.* with data.decoder=nvjpeg"):
+            config("unused", "data.decoder=nvjpeg", f"data.{augmentation}", "model.in_chans=3")
 
 
 def test_evaluation_is_pillows_whatever_decodes(tmp_path):

@@ -28,11 +28,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, TINY
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.datasets import imagenet as torchvision_imagenet
 
+import imagenet_dataset
 import shards
 
 sys.path.append(str(ROOT / "tools"))
@@ -886,3 +887,66 @@ def test_tools_start_as_a_user_starts_them_and_complain_in_one_line(tmp_path):
         assert process.returncode == 2
         assert len(errors.splitlines()) == 1, errors
         assert text in errors
+
+
+# Through the loaders
+
+
+def config(path, *overrides):
+    base = [*TINY, "data.source=webdataset", f"data.path={path}", "data.num_workers=0", "data.shard_streams=5"]
+    return schema.load_config("L0_sanity", [*base, *overrides, "output_dir=unused"], script="train_ddp")
+
+
+def batches(cfg, *, world_size=1, start_step=0):
+    """Images and labels of all training steps from `start_step` on, every rank's in the order of positions."""
+    loaders = [
+        imagenet_dataset.build_loaders(cfg, rank=rank, world_size=world_size, start_step=start_step)[0]
+        for rank in range(world_size)
+    ]
+    for parts in zip(*loaders, strict=True):
+        images, labels = zip(*parts, strict=True)
+        yield torch.cat(images), torch.cat(labels)
+
+
+def test_training_stream_is_the_same_for_any_workers_ranks_and_resume(made):
+    """C10: pixels too, over more than three epochs of 60; every sample once an epoch, every val picture once."""
+    want = list(batches(config(made, "num_train_steps=8")))
+    for workers, world_size, start_step in ((1, 1, 0), (3, 2, 0), (0, 3, 3), (1, 2, 5)):
+        found = list(
+            batches(
+                config(made, "num_train_steps=8", f"data.num_workers={workers}"),
+                world_size=world_size,
+                start_step=start_step,
+            )
+        )
+        assert len(found) == 8 - start_step
+        for (images, labels), (images_, labels_) in zip(found, want[start_step:], strict=True):
+            assert torch.equal(images, images_)
+            assert torch.equal(labels, labels_)
+    loader = imagenet_dataset.build_loaders(config(made, "num_train_steps=8"), rank=0, world_size=1, start_step=0)
+    indices = [index for batch in loader[0].batch_sampler for _, index in batch]
+    for epoch in range(3):
+        assert sorted(indices[60 * epoch : 60 * epoch + 60]) == list(range(60))
+    labels = torch.cat([labels for _, labels in loader[1]])
+    assert sorted(labels[labels != imagenet_dataset.PADDING].tolist()) == sorted(
+        shards.load(str(made), "val", "raise").labels
+    )
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_picture_that_does_not_decode_is_named_by_shard_and_key(made, tmp_path, policy):
+    """D15: the index is right, the picture is not."""
+    shutil.copytree(made, tmp_path / "shards")
+    found = shards.load(str(tmp_path / "shards"), "train", policy)
+    name, offset = found.name(10), found._offsets[10]
+    times = os.stat(found.files[found.shard[10]])
+    with open(found.files[found.shard[10]], "r+b") as file:
+        file.seek(offset + 2)
+        file.write(b"\0" * 200)
+    os.utime(found.files[found.shard[10]], ns=(times.st_atime_ns, times.st_mtime_ns))
+    cfg = config(tmp_path / "shards", "num_train_steps=3", f"data.on_error={policy}")
+    if policy == "raise":
+        with pytest.raises(OSError, match=f"cannot read {name}: "):
+            list(batches(cfg))
+    else:
+        assert sum(len(labels) for _, labels in batches(cfg)) == 72
