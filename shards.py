@@ -22,6 +22,7 @@ import tarfile
 import zipfile
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -121,9 +122,9 @@ class _File:
     def __init__(self, path: str) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` is gone when Python ends
         if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+            close(self.descriptor)
 
 
 def permutation(size: int, *entropy: int) -> np.ndarray:
