@@ -200,6 +200,9 @@ def _write_provenance(cfg: Config, session: Session) -> None:
         "torch %s, torchvision %s, timm %s, Python %s, commit %s",
         *(torch.__version__, torchvision.__version__, timm.__version__, platform.python_version(), _git_commit()),
     )
+    if session.device.type == "cuda":
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        logger.info("CUDA %s, cuDNN %s, NCCL %s", torch.version.cuda, torch.backends.cudnn.version(), nccl)
     logger.info("%d processes on %s, output in %s", session.world_size, card, session.output_dir)
 
 
