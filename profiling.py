@@ -4,7 +4,7 @@
     top_rank0_steps20-22.txt        its longest operations, as a table
     memory_rank0_steps20-22.pickle  allocations and frees with their stacks, for https://docs.pytorch.org/memory_viz
 
-All by torch's documented interfaces.
+The steps in a name are the first and the last profiled one.
 """
 
 from schema import Config, ConfigError
