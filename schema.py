@@ -9,6 +9,7 @@ Import this module before torch: it refuses Python and package versions that are
 
 import contextlib
 import difflib
+import importlib
 import importlib.metadata
 import importlib.util
 import io
@@ -69,7 +70,16 @@ def check_versions(requirements: Path = PROJECT_DIR / "requirements.txt") -> Non
             exit_with(f"{requirement.name} {found} is installed, this recipe needs {wanted}: pip install '{wanted}'")
 
 
+def _import_timm_without_wandb() -> None:
+    """The utilities of timm import wandb where it is installed, on every rank, and fail with it: let them find none."""
+    if "wandb" not in sys.modules:
+        sys.modules["wandb"] = None  # makes `import wandb` an ImportError, which timm expects
+        importlib.import_module("timm")
+        del sys.modules["wandb"]
+
+
 check_versions()
+_import_timm_without_wandb()
 
 import hydra  # noqa: E402  (after the check of its version)
 from hydra.core.hydra_config import HydraConfig  # noqa: E402
@@ -474,7 +484,7 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
     Raises:
         ConfigError: naming the key, the value and the fix.
     """
-    import torch  # here, not above: composing and checking a config needs no torch
+    import torch
 
     import te
 

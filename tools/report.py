@@ -39,6 +39,13 @@ class Run:
         self.config = yaml.safe_load((folder / "config.yaml").read_text())
         self.status = json.loads((folder / "status.json").read_text())
 
+    def setting(self, key: str) -> Any:
+        """The config's value of a dotted key; None where it has none."""
+        value = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
     def curve(self, key: str, scale: float = 1.0) -> tuple[list[int], list[float]]:
         """Steps and values of one metric, where it has any."""
         points = [(step, row[key] * scale) for step, row in self.rows.items() if row.get(key) is not None]
@@ -57,7 +64,7 @@ class Run:
 
     def best(self) -> tuple[str, float, int] | None:
         """The metric that decides, its best value, and the first step that had it."""
-        key = self.config["evaluation"]["best_metric"]
+        key = self.setting("evaluation.best_metric")
         steps, values = self.curve(key)
         if not values:
             return None
@@ -93,15 +100,16 @@ def table(runs: list[Run]) -> str:
         return "{} {:.4f} at step {:,}".format(*run.best()) if run.best() else None
 
     def model(run: Run) -> str:
-        m = run.config["model"]
-        return f"width {m['embed_dim']}, depth {m['depth']}, patch {m['patch_size']}, {m['img_size']} px"
+        parts = {"width": "embed_dim", "depth": "depth", "patch": "patch_size", "image": "img_size"}
+        known = {name: run.setting(f"model.{key}") for name, key in parts.items()}
+        return ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
 
     facts: dict[str, Callable[[Run], str | None]] = {
         "state": lambda run: f"{run.status['state']}, step {run.status['step']:,}",
         "model": model,
-        "global batch size": lambda run: f"{run.config['global_batch_size']:,}",
-        "precision": lambda run: run.config["precision"],
-        "peak learning rate": lambda run: number(".2e", run.config["optimizer"]["lr"]),
+        "global batch size": lambda run: number(",", run.setting("global_batch_size")),
+        "precision": lambda run: run.setting("precision"),
+        "peak learning rate": lambda run: number(".2e", run.setting("optimizer.lr")),
         "epochs": lambda run: number(".2f", run.last("train/epoch")),
         "hours of training": lambda run: number(".2f", run.hours()),
         "best": best,
