@@ -190,7 +190,7 @@ def stub_wandb(cfg):
         return types.SimpleNamespace(
             define_metric=lambda name, step_metric=None: note("define_metric", name=name, axis=step_metric),
             log=lambda data, **kwargs: note("log", data=data, kwargs=kwargs),
-            summary=types.SimpleNamespace(update=lambda data: note("summary", data=data | {"step": 0})),
+            summary=types.SimpleNamespace(update=lambda data: note("summary", data=data)),
             finish=lambda: note("finish"),
         )
 
