@@ -180,7 +180,8 @@ class MetricLogger:
         if best is not None:
             summary |= {"summary/best_step": best["step"], f"summary/best_{best['metric']}": best["value"]}
             place = f"in {self.ckpt_dir}/step_{best['step']:08d}" if self.ckpt_dir else "not saved"
-            logger.info("best: %s %.4f at step %d, %s", best["metric"], best["value"], best["step"], place)
+            name = best["metric"].removeprefix("val/")
+            logger.info("best: %s %.4f at step %d, %s", name, best["value"], best["step"], place)
         return summary
 
 

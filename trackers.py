@@ -54,8 +54,10 @@ class Wandb:
 
     def finish(self, summary: dict[str, float]) -> None:
         """The summary, and the end."""
-        self.run.summary.update(summary)
-        self.run.finish()
+        try:
+            self.run.summary.update(summary)
+        finally:
+            self.run.finish()
 
 
 class TensorBoard:

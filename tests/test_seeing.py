@@ -278,7 +278,7 @@ def test_the_end_of_a_run_is_summed_up(runs):
     assert [(first, last) for first, last, _ in rates] == [("1", "4"), ("5", "8")]
     best = json.loads((folder / "stub/checkpoints/best.json").read_text())
     where = folder / f"stub/checkpoints/step_{best['step']:08d}"
-    assert f"best: val/top1 {best['value']:.4f} at step {best['step']}, in {where}\n" in log
+    assert f"best: top1 {best['value']:.4f} at step {best['step']}, in {where}\n" in log
     assert where.is_dir()
     assert log.count("24 = 12 images x 2 ranks x 1 microbatches; steps 5 to 8, 3.2 passes over 60 images") == 1
 
