@@ -15,11 +15,8 @@ import dataclasses
 import fcntl
 import functools
 import gzip
-import logging
 import math
-import os
 import random
-import shutil
 import tarfile
 import tempfile
 import zlib
@@ -33,10 +30,6 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.transforms import InterpolationMode, v2
-
-from distributed import Session
-
-logger = logging.getLogger(__name__)
 
 # What is a picture, by the end of its name. Anything else in a class folder is counted and left alone.
 IMAGE_EXTENSIONS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -338,32 +331,3 @@ def build_loaders(cfg: Config, *, rank: int, world_size: int, start_step: int) -
         DataLoader(dataset, batch_sampler=sampler, **options)
         for dataset, sampler in zip((train_set, val_set), samplers, strict=True)
     )
-
-
-def shared_memory_needed(cfg: Config, loaders: tuple[DataLoader, ...], *, world_size: int, ranks_here: int) -> int:
-    """Bytes of /dev/shm that the loader processes of one node, `ranks_here` ranks, fill with batches at most.
-
-    Each loader process works ahead by prefetch_factor batches, and hands them over in shared memory. Training batches
-    wait while validation ones are made, so both count.
-    """
-    micro, _ = micro_batch(cfg, world_size)
-    batch = micro * cfg.model.in_chans * math.prod(pair(cfg.data.image_size))  # uint8
-    return ranks_here * batch * sum(loader.num_workers * (loader.prefetch_factor or 0) for loader in loaders)
-
-
-def warn_of_small_shared_memory(cfg: Config, session: Session, loaders: tuple[DataLoader, ...]) -> None:
-    """A line from each node whose /dev/shm is too small: its loader processes would die of a bus error.
-
-    Docker gives a container 64 MiB unless told otherwise.
-    """
-    if session.local_rank != 0 or not os.path.isdir("/dev/shm"):
-        return
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed = shared_memory_needed(cfg, loaders, world_size=session.world_size, ranks_here=ranks_here)
-    free = shutil.disk_usage("/dev/shm").free
-    if free < needed:
-        logger.warning(
-            "/dev/shm has %.0f MiB free, the loader processes here can fill %.0f MiB and would die of a bus error: "
-            "give the container more (docker run --shm-size=16G, or --ipc=host), or lower data.num_workers=%d",
-            *(free / 2**20, needed / 2**20, cfg.data.num_workers),
-        )

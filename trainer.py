@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 import checkpoint
+import shared_memory
 from distributed import Session, set_status
-from imagenet_dataset import PADDING, num_train_steps, scan, sizes, warn_of_small_shared_memory
+from imagenet_dataset import PADDING, num_train_steps, scan, sizes
 from metrics import MetricLogger, Speed
 from optim import clip_grad_norm_, lr_at
 from profiling import Profiler
@@ -75,7 +76,7 @@ def train(
     total_steps = num_train_steps(cfg)
     start_step, best = resumed.step, resumed.best
     _introduce(run, cfg, session, start_step=start_step, total_steps=total_steps)
-    warn_of_small_shared_memory(cfg, session, loaders)
+    shared_memory.warn_if_small(cfg, session)
     normalize = Normalize(cfg, device)
     parameters = list(run.state.weights.values())
     metrics = MetricLogger(cfg, session, start_step=start_step, total_steps=total_steps, run_id=resumed.run_id)

@@ -32,6 +32,7 @@ from PIL import Image
 import imagenet_dataset
 import metrics
 import profiling
+import shared_memory
 from distributed import Session, to_plain
 
 KEY = "5f0c" * 10  # what a wandb key looks like
@@ -319,15 +320,17 @@ def test_small_shared_memory_is_warned_of(monkeypatch, caplog, tmp_path, free, w
     """D14: Docker's 64 MiB, 8 loader processes, 384 px."""
     sizes = ["model.img_size=384", "model.patch_size=16", "model.in_chans=3", "data=synthetic", "data.num_workers=8"]
     cfg = schema.load_config("L0_sanity", [*sizes, "global_batch_size=64", "num_train_steps=2", "micro_batch_size=16"])
-    loaders = imagenet_dataset.build_loaders(cfg, rank=0, world_size=2, start_step=0)
     # 2 ranks, 2 loaders of 8 processes that each work 2 batches ahead, 16 pictures of 3 bytes a pixel.
     needed = 2 * 2 * 8 * 2 * 16 * 3 * 384 * 384
-    assert imagenet_dataset.shared_memory_needed(cfg, loaders, world_size=2, ranks_here=2) == needed
+    assert shared_memory.needed(cfg, world_size=2, ranks_here=2) == needed
+    loaders = imagenet_dataset.build_loaders(cfg, rank=0, world_size=2, start_step=0)
+    assert len(loaders) == shared_memory.LOADERS
+    assert {loader.prefetch_factor for loader in loaders} == {shared_memory.AHEAD}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free, total=free, used=0))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with caplog.at_level(logging.WARNING):
-        imagenet_dataset.warn_of_small_shared_memory(cfg, session(tmp_path, world_size=2), loaders)
-        imagenet_dataset.warn_of_small_shared_memory(cfg, session(tmp_path, rank=1, local_rank=1), loaders)
+        shared_memory.warn_if_small(cfg, session(tmp_path, world_size=2))
+        shared_memory.warn_if_small(cfg, session(tmp_path, rank=1, local_rank=1))
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == warns
     if warns:

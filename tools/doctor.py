@@ -207,13 +207,12 @@ def check_host(cfg: Any, ranks_here: int) -> Iterator[Row]:
 
 def check_shared_memory(cfg: Any, world_size: int, ranks_here: int) -> Iterator[Row]:
     """Room for the loader processes' batches."""
-    import imagenet_dataset
+    import shared_memory
 
-    if not os.path.isdir("/dev/shm"):
+    if not shared_memory.FOLDER.is_dir():
         return
-    loaders = imagenet_dataset.build_loaders(cfg, rank=0, world_size=world_size, start_step=0)
-    needed = imagenet_dataset.shared_memory_needed(cfg, loaders, world_size=world_size, ranks_here=ranks_here)
-    free = shutil.disk_usage("/dev/shm").free
+    needed = shared_memory.needed(cfg, world_size=world_size, ranks_here=ranks_here)
+    free = shutil.disk_usage(shared_memory.FOLDER).free
     found = f"{gib(free)} free, the loader processes can fill {gib(needed)}"
     if free < needed:
         yield Row("/dev/shm", WARN, found, "docker run --shm-size=16G (or --ipc=host), or lower data.num_workers")
@@ -375,11 +374,8 @@ def look(args: argparse.Namespace) -> list[Row]:
         return [*rows, Row("config", BROKEN, str(error), "see the message; the arguments are the entrypoints'")]
     rows += check_scripts(cfg, world_size)
     rows += check_host(cfg, ranks_here)
-    data = list(check_data(cfg))
-    rows += data
-    if data[0].state == OK:
-        rows += check_shared_memory(cfg, world_size, ranks_here)
-    return [*rows, *check_disk(cfg)]
+    rows += check_shared_memory(cfg, world_size, ranks_here)
+    return [*rows, *check_data(cfg), *check_disk(cfg)]
 
 
 def _torch_cudnn() -> list[Path]:
