@@ -22,7 +22,7 @@ import yaml
 from distributed import to_plain
 
 logger = logging.getLogger(__name__)
-PATIENCE = 60.0  # seconds that a run which is done waits for a library to be done, too
+PATIENCE = 20.0  # seconds that a run which is done waits for a library to be done, too: less than torchrun lets it live
 
 
 class Wandb:
