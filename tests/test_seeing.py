@@ -29,11 +29,12 @@ from conftest import ROOT, TINY, column, read_metrics, run_tasks
 from packaging.requirements import Requirement
 from PIL import Image
 
+import distributed
 import imagenet_dataset
 import metrics
 import profiling
 import shared_memory
-from distributed import Session, to_plain
+from distributed import Session
 
 KEY = "5f0c" * 10  # what a wandb key looks like
 FAILURES = ("import raises", "init raises", "log raises", "summary raises", "finish raises", "init hangs")
@@ -312,6 +313,14 @@ def test_the_bar_on_a_terminal_has_an_eta(monkeypatch, tmp_path):
     assert shown[io.StringIO] == ""
 
 
+def test_a_run_knows_its_commit_with_and_without_git(monkeypatch):
+    monkeypatch.delenv("COMMIT", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert distributed._git_commit() == "unknown"
+    monkeypatch.setenv("COMMIT", "v1-4-gabc")  # as the image sets it
+    assert distributed._git_commit() == "v1-4-gabc"
+
+
 # /dev/shm
 
 
@@ -434,7 +443,7 @@ def test_a_report_has_a_table_and_a_picture(report, runs):
     rates = [rows[step]["train/images_per_second"] for step in range(2, 9)]  # not step 1's, which is the start
     assert facts["images/s, median"][0] == f"{sorted(rates)[3]:,.0f}"
     assert "MFU, median" not in facts  # on a CPU
-    colours = {tuple(colour) for colour in picture.reshape(-1, 3)[::1]}
+    colours = {tuple(colour) for colour in picture.reshape(-1, 3)}
     assert {(31, 119, 180), (255, 127, 14)} <= colours  # a line of each run, in the first two of matplotlib's colours
 
 
@@ -652,4 +661,3 @@ def test_gpu_metrics_profiles_and_doctor(pictures, tmp_path):
     shown = outcomes["doctor"][0]["metrics"]["shown"]
     print(shown)
     assert re.search(r"^GPU 0 +(ok|warn)", shown, re.MULTILINE)
-    assert to_plain  # the config is plain
