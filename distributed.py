@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -187,10 +188,12 @@ def _set_precision(cfg: Config) -> None:
 
 
 def _git_commit() -> str:
-    found = subprocess.run(
-        ["git", "-C", PROJECT_DIR, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True
-    )
-    return found.stdout.strip() or "unknown"
+    """COMMIT, for a copy without .git (an image), or what git says, if there is one."""
+    found = os.environ.get("COMMIT", "")
+    if not found and shutil.which("git"):
+        command = ["git", "-C", PROJECT_DIR, "describe", "--always", "--dirty", "--abbrev=12"]
+        found = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return found or "unknown"
 
 
 def _write_provenance(cfg: Config, session: Session) -> None:
@@ -200,6 +203,9 @@ def _write_provenance(cfg: Config, session: Session) -> None:
         "torch %s, torchvision %s, timm %s, Python %s, commit %s",
         *(torch.__version__, torchvision.__version__, timm.__version__, platform.python_version(), _git_commit()),
     )
+    if session.device.type == "cuda":
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        logger.info("CUDA %s, cuDNN %s, NCCL %s", torch.version.cuda, torch.backends.cudnn.version(), nccl)
     logger.info("%d processes on %s, output in %s", session.world_size, card, session.output_dir)
 
 

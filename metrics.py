@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, the console line, the progress bar, wandb; and the arithmetic of speed."""
+"""What a run tells: metrics.jsonl, the console line, the progress bar, the summary; and the arithmetic of speed."""
 
 from schema import Config
 
@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from distributed import Session, to_plain
+import trackers
+from distributed import Session
 
 logger = logging.getLogger(__name__)
+# In metrics.jsonl, wandb and TensorBoard, but too much for a console line.
+QUIET = {"train/memory_allocated_gib", "train/memory_reserved_gib", "train/epoch_seconds"}
 
 # Dense BF16 rates of the vendors' datasheets, FLOP/s; matched against the device's name, longest first.
 PEAK_BF16_FLOPS = {
@@ -39,12 +42,32 @@ def peak_flops(device: torch.device) -> float | None:
     return PEAK_BF16_FLOPS[known[-1]] if known else None
 
 
-class Speed:
-    """Images/s, step time, share of it spent waiting for data, memory and MFU since the last `read`."""
+def utilization(device: torch.device) -> float | None:
+    """Share of the last second (or sixth of one) in which the card computed anything; None where nobody can tell.
 
-    def __init__(self, session: Session, *, images_per_step: int, flops_per_image: float) -> None:
+    NVML's number, by way of torch.cuda.utilization, which needs the package nvidia-ml-py and a whole card.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(device) / 100
+    except Exception:  # the errors of a library that may not be there to name them
+        return None
+
+
+class Speed:
+    """Images/s, step time, share of it spent waiting for data, memory, MFU and place in the epoch since `read`."""
+
+    def __init__(
+        self, session: Session, *, start_step: int, images_per_step: int, images_per_epoch: int, flops_per_image: float
+    ) -> None:
         self.device = session.device
         self.images_per_step = images_per_step
+        self.steps_per_epoch = images_per_epoch / images_per_step
+        self.epoch = start_step / self.steps_per_epoch
+        # An epoch's time, with evaluation and saving, is known where the run sees it from its start on.
+        self.epoch_start = time.perf_counter() if start_step == 0 else None
+        self.epoch_seconds: float | None = None
         peak = peak_flops(session.device)
         # Training is three forward passes' worth: one forward, two in the backward. Recomputation does not count.
         self.mfu_per_image_rate = 3 * flops_per_image / (peak * session.world_size) if peak else None
@@ -56,6 +79,17 @@ class Speed:
         self.waited = 0.0
         self.steps = 0
 
+    def count(self, step: int) -> None:
+        """Step number `step` is done. Notes when an epoch ends, by the clock of the host, which is a step ahead."""
+        self.steps += 1
+        before, self.epoch = self.epoch, step / self.steps_per_epoch
+        if int(before) == int(self.epoch):
+            return
+        now = time.perf_counter()
+        if self.epoch_start is not None:
+            self.epoch_seconds = now - self.epoch_start
+        self.epoch_start = now
+
     def read(self) -> dict[str, float | None]:
         """The interval's means, rounded to what is meant; starts the next interval. Call it in step with the device."""
         seconds = (time.perf_counter() - self.start) / max(self.steps, 1)
@@ -65,21 +99,34 @@ class Speed:
             "train/images_per_second": round(rate, 2),
             "train/step_time_s": round(seconds, 6),
             "train/data_wait_fraction": round(self.waited / max(self.steps, 1) / seconds, 4),
-            "train/memory_peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if cuda else None,
+            "train/memory_peak_gib": _gib(torch.cuda.max_memory_allocated()) if cuda else None,
+            "train/memory_allocated_gib": _gib(torch.cuda.memory_allocated()) if cuda else None,
+            "train/memory_reserved_gib": _gib(torch.cuda.memory_reserved()) if cuda else None,
+            "train/gpu_utilization": utilization(self.device),
             "train/mfu": round(rate * self.mfu_per_image_rate, 4) if self.mfu_per_image_rate else None,
+            "train/epoch": round(self.epoch, 4),
+            "train/epoch_seconds": round(self.epoch_seconds, 3) if self.epoch_seconds else None,
         }
         self.restart()
         return values
+
+
+def _gib(num_bytes: int) -> float:
+    return round(num_bytes / 2**30, 3)
 
 
 class MetricLogger:
     """Writes on rank 0, does nothing elsewhere."""
 
     def __init__(self, cfg: Config, session: Session, *, start_step: int, total_steps: int, run_id: str) -> None:
+        self.session = session
         self.enabled = session.is_main
-        self.total_steps = total_steps
+        self.start_step, self.total_steps = start_step, total_steps
+        self.images_per_step = cfg.global_batch_size
+        self.ckpt_dir = cfg.checkpoint.ckpt_dir
+        self.start = time.perf_counter()
         self.last: dict[str, float] = {}
-        self.wandb = None
+        self.outlets: list[trackers.Outlet] = []
         self.bar = tqdm(
             total=total_steps,
             initial=start_step,
@@ -92,36 +139,65 @@ class MetricLogger:
         path = session.output_dir / "metrics.jsonl"
         _cut_torn_line(path)
         self.file = open(path, "a", buffering=1)  # noqa: SIM115  (open for the length of the run; line by line)
-        if cfg.wandb.mode != "disabled":
-            import wandb  # only where it is asked for
-
-            ours = {"mode": cfg.wandb.mode, "id": run_id, "resume": "allow", "dir": str(session.output_dir)}
-            self.wandb = wandb.init(config=to_plain(cfg), **ours | cfg.wandb.init_args)
+        if start_step < total_steps:
+            self.outlets = trackers.start(cfg, session.output_dir, run_id=run_id, start_step=start_step)
 
     def write(self, step: int, values: dict[str, float | None]) -> None:
-        """One line of metrics.jsonl, one on the console, one point in wandb."""
-        self.last.update({key: value for key, value in values.items() if value is not None})
+        """One line of metrics.jsonl, one on the console, one point in wandb and TensorBoard."""
+        known = {key: value for key, value in values.items() if value is not None}
+        self.last.update(known)
         if not self.enabled:
             return
         self.file.write(json.dumps({"step": step, **values}) + "\n")
         logger.info("step %d/%d  %s", step, self.total_steps, "  ".join(_readable(values)))
-        if self.wandb:
-            self.wandb.log({k: v for k, v in values.items() if v is not None}, step=step)
+        if "train/loss" in known:
+            self.bar.set_postfix(loss=f"{known['train/loss']:.4f}", refresh=False)
+        for outlet in self.outlets:
+            outlet.log(step, known)
 
-    def close(self) -> None:
-        """Flush and close everything; the last thing a run does with it."""
+    def close(self, step: int, best: dict[str, Any] | None) -> None:
+        """Say what was done up to `step`, and close everything; the last thing a run does with it.
+
+        wandb and TensorBoard are waited for when the process group is gone, so that no other rank is held up.
+        """
         self.bar.close()
-        if self.enabled:
-            self.file.close()
-        if self.wandb:
-            self.wandb.finish()
+        if not self.enabled:
+            return
+        self.file.close()
+        summary = self._summary(step, best)
+        for outlet in self.outlets:
+            self.session.afterwards.append(lambda outlet=outlet: outlet.finish(summary))
+
+    def _summary(self, step: int, best: dict[str, Any] | None) -> dict[str, float]:
+        seconds = time.perf_counter() - self.start
+        rate = (step - self.start_step) * self.images_per_step / seconds
+        summary = {"summary/seconds": round(seconds, 3), "summary/images_per_second": round(rate, 2)}
+        if step > self.start_step:
+            logger.info(
+                "done: steps %d to %d in %s, %s images/s with evaluation and saving",
+                *(self.start_step + 1, step, _duration(seconds), f"{rate:,.0f}"),
+            )
+        if best is not None:
+            summary |= {"summary/best_step": best["step"], f"summary/best_{best['metric']}": best["value"]}
+            place = f"in {self.ckpt_dir}/step_{best['step']:08d}" if self.ckpt_dir else "not saved"
+            name = best["metric"].removeprefix("val/")
+            logger.info("best: %s %.4f at step %d, %s", name, best["value"], best["step"], place)
+        return summary
+
+
+def _duration(seconds: float) -> str:
+    """What people read: 12 s, 2 min 51 s, 3 h 05 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def _readable(values: dict[str, Any]) -> list[str]:
     """Short names and sensible digits for the console: loss 0.6931  lr 1.00e-03  images/s 1,234."""
     texts = []
     for key, value in values.items():
-        if value is None:
+        if value is None or key in QUIET:
             continue
         name = key.removeprefix("train/").replace("images_per_second", "images/s").replace("_", " ")
         if name == "lr":

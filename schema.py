@@ -9,7 +9,9 @@ Import this module before torch: it refuses Python and package versions that are
 
 import contextlib
 import difflib
+import importlib
 import importlib.metadata
+import importlib.util
 import io
 import json
 import os
@@ -68,7 +70,16 @@ def check_versions(requirements: Path = PROJECT_DIR / "requirements.txt") -> Non
             exit_with(f"{requirement.name} {found} is installed, this recipe needs {wanted}: pip install '{wanted}'")
 
 
+def _import_timm_without_wandb() -> None:
+    """The utilities of timm import wandb where it is installed, on every rank, and fail with it: let them find none."""
+    if "wandb" not in sys.modules:
+        sys.modules["wandb"] = None  # makes `import wandb` an ImportError, which timm expects
+        importlib.import_module("timm")
+        del sys.modules["wandb"]
+
+
 check_versions()
+_import_timm_without_wandb()
 
 import hydra  # noqa: E402  (after the check of its version)
 from hydra.core.hydra_config import HydraConfig  # noqa: E402
@@ -336,6 +347,41 @@ class WandbConfig:
     mode: Literal["disabled", "offline", "online"]
     init_args: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        for name in _names(self.init_args):
+            if re.search(r"api_?key|token|secret|password", name, re.IGNORECASE):
+                raise ConfigError(
+                    f"wandb.init_args: {name} would be written to config.yaml: leave it out, and use `wandb login` or "
+                    "the environment variable WANDB_API_KEY"
+                )
+
+
+def _names(nested: Any) -> list[str]:
+    """All keys of dicts within dicts."""
+    if not isinstance(nested, dict):
+        return []
+    return [*nested, *(name for value in nested.values() for name in _names(value))]
+
+
+@section
+class TensorboardConfig:
+    """TensorBoard."""
+
+    enabled: bool
+
+
+@section
+class ProfilerConfig:
+    """What to profile, of which steps and ranks."""
+
+    trace: bool
+    memory_snapshot: bool
+    first_step: PositiveInt
+    num_steps: PositiveInt
+    ranks: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None
+    record_shapes: bool
+    with_stack: bool
+
 
 @section
 class DistributedConfig:
@@ -447,6 +493,8 @@ class Config:
     checkpoint: CheckpointConfig
     logger: LoggerConfig
     wandb: WandbConfig
+    tensorboard: TensorboardConfig
+    profiler: ProfilerConfig
     distributed: DistributedConfig
     ddp: DdpConfig
     fsdp2: Fsdp2Config
@@ -539,10 +587,17 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
     Raises:
         ConfigError: naming the key, the value and the fix.
     """
-    import torch  # here, not above: composing and checking a config needs no torch
+    import torch
 
     import te
 
+    for key, is_on, package in (
+        (f"wandb.mode={cfg.wandb.mode}", cfg.wandb.mode != "disabled", "wandb"),
+        (f"tensorboard.enabled={str(cfg.tensorboard.enabled).lower()}", cfg.tensorboard.enabled, "tensorboard"),
+    ):
+        if is_on and not _is_importable(package):
+            switch = key.split("=")[0] + ("=disabled" if package == "wandb" else "=false")
+            raise ConfigError(f"{key}, but {package} is not installed: pip install {package}, or set {switch}")
     if cfg.model.transformer_engine:
         if not torch.cuda.is_available():
             raise ConfigError("model.transformer_engine=true needs a CUDA GPU: set it to false here")
@@ -591,6 +646,12 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
             )
     if script == "train_fsdp2" and cfg.fsdp2.cpu_offload and not torch.cuda.is_available():
         raise ConfigError("fsdp2.cpu_offload=true needs a CUDA GPU: without one everything is in host memory already")
+
+
+def _is_importable(package: str) -> bool:
+    """Whether the package is installed; a folder of its name, such as wandb leaves behind, is no package."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def known_keys(cls: type = Config, prefix: str = "") -> list[str]:
@@ -701,6 +762,7 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     import imagenet_dataset
+    import profiling
 
     script = Path(sys.argv[0]).stem
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -715,6 +777,7 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
     except ConfigError as error:  # about files: each node has its own, and the first rank of each speaks
         exit_with(str(error), rank_variable="LOCAL_RANK")
     try:
+        profiling.check(cfg, world_size)
         record(main)(cfg)  # torchrun then shows this process's error as the root cause
     except ConfigError as error:
         exit_with(str(error))

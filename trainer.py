@@ -19,11 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 import checkpoint
+import shared_memory
 from augment import Mixup
 from distributed import Session, set_status
-from imagenet_dataset import PADDING, num_train_steps, pictures
+from imagenet_dataset import PADDING, num_train_steps, pictures, sizes
 from metrics import MetricLogger, Speed
 from optim import clip_grad_norm_, lr_at
+from profiling import Profiler
 
 logger = logging.getLogger(__name__)
 NEVER = torch.iinfo(torch.int64).max
@@ -75,10 +77,18 @@ def train(
     total_steps = num_train_steps(cfg)
     start_step, best = resumed.step, resumed.best
     _introduce(run, cfg, session, start_step=start_step, total_steps=total_steps)
+    shared_memory.warn_if_small(cfg, session)
     normalize, mixup = Normalize(cfg, device), Mixup(cfg)
     parameters = list(run.state.weights.values())
     metrics = MetricLogger(cfg, session, start_step=start_step, total_steps=total_steps, run_id=resumed.run_id)
-    speed = Speed(session, images_per_step=cfg.global_batch_size, flops_per_image=run.flops_per_image)
+    speed = Speed(
+        session,
+        start_step=start_step,
+        images_per_step=cfg.global_batch_size,
+        images_per_epoch=sizes(cfg)[0],
+        flops_per_image=run.flops_per_image,
+    )
+    profiler = Profiler(cfg, session, start_step=start_step)
     saver = checkpoint.Saver(run.state, cfg, session, run_id=resumed.run_id)
     first_bad_step = torch.full((), NEVER, device=device)  # stays on the device until a log step or a save reads it
 
@@ -112,7 +122,7 @@ def train(
         run.optimizer.zero_grad()
         is_bad = ~(loss.isfinite() & grad_norm.isfinite())
         first_bad_step = torch.where(is_bad & (first_bad_step == NEVER), step, first_bad_step)
-        speed.steps += 1
+        speed.count(step)
         metrics.bar.update()
 
         # 3. Log: the one place where the host waits for the device.
@@ -142,14 +152,16 @@ def train(
             _stop_if_not_finite(first_bad_step, saver)
             saver.save(step, best)
             speed.restart()
+        profiler.step()
 
+    profiler.close()
     saver.wait()
     is_finished = start_step >= total_steps
     if is_finished:
         logger.info("nothing to do: the run is finished (step %d of %d)", start_step, total_steps)
     if cfg.checkpoint.ckpt_dir is not None and cfg.checkpoint.save_final_model:
         session.afterwards.append(lambda: checkpoint.save_final_model(cfg, replace=not is_finished))
-    metrics.close()
+    metrics.close(max(start_step, total_steps), best)
     set_status(session, "running", max(start_step, total_steps))
     return metrics.last
 
@@ -246,8 +258,9 @@ def _introduce(run: Run, cfg: Config, session: Session, *, start_step: int, tota
     parameters = sum(weight.numel() for weight in run.state.weights.values())
     logger.info("mesh %s, %.2f M parameters, %s", run.mesh, parameters / 1e6, cfg.precision)
     logger.info(
-        "global batch %d = %d images x %d ranks x %d microbatches; steps %d to %d",
+        "global batch %d = %d images x %d ranks x %d microbatches; steps %d to %d, %.4g passes over %d images",
         *(cfg.global_batch_size, micro, session.world_size, accumulation, start_step + 1, total_steps),
+        *(total_steps * cfg.global_batch_size / sizes(cfg)[0], sizes(cfg)[0]),
     )
     if cfg.data.source != "synthetic":
         for split in ("train", "val"):

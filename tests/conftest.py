@@ -114,14 +114,15 @@ def launch(command, *, nproc=None, timeout=240, cwd=ROOT, env=None):
     """Run an entrypoint as a user does, through torchrun if `nproc` is given; returns the finished process."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
+    done = subprocess.run(
         [*(torchrun if nproc else [sys.executable]), *map(str, command)],
         cwd=cwd,
         env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=paths) | (env or {}),
         capture_output=True,
-        text=True,
         timeout=timeout,
     )
+    done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()  # text=True would make "\r" a "\n"
+    return done
 
 
 def run_tasks(tasks, *, nproc, folder, timeout=300, strict=True):

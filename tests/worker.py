@@ -170,6 +170,73 @@ def sleep_at_each_step(cfg):
     trainer.clip_grad_norm_ = clip
 
 
+def stub_wandb(cfg):
+    """A wandb that notes its calls in <output_dir>/calls.jsonl, and fails where wandb.init_args.name says so."""
+    import types
+
+    where = cfg.wandb.init_args["name"] or ""
+    Path(cfg.output_dir).mkdir(parents=True, exist_ok=True)
+
+    def note(call, **values):
+        if where == f"{call} raises" and values.get("data", {}).get("step", 2) == 2:
+            raise OSError(f"no route to {call}\nand more")
+        with open(Path(cfg.output_dir) / "calls.jsonl", "a") as file:
+            file.write(json.dumps({"call": call, "rank": int(os.environ["RANK"]), **values}) + "\n")
+
+    def init(**kwargs):
+        if where == "init hangs":
+            time.sleep(60)
+        note("init", kwargs=kwargs)
+        return types.SimpleNamespace(
+            define_metric=lambda name, step_metric=None: note("define_metric", name=name, axis=step_metric),
+            log=lambda data, **kwargs: note("log", data=data, kwargs=kwargs),
+            summary=types.SimpleNamespace(update=lambda data: note("summary", data=data)),
+            finish=lambda: note("finish"),
+        )
+
+    sys.modules["wandb"] = None if where == "import raises" else types.SimpleNamespace(init=init)
+
+
+def wait_a_second(cfg):
+    """Real wandb names the folder of an offline run after the second in which it starts."""
+    time.sleep(1.1)
+
+
+def lose_newest_checkpoint(cfg):
+    """As a crash between two saves would."""
+    if int(os.environ["RANK"]) == 0:
+        import shutil
+
+        folder = Path(cfg.checkpoint.ckpt_dir)
+        shutil.rmtree(max(checkpoint.complete_checkpoints(folder).values()))
+
+
+def train_and_tell(cfg):
+    """A run of DDP; its seconds in this process, and which libraries are loaded after it."""
+    import trackers
+    import train_ddp
+
+    trackers.PATIENCE = 0.5
+    start = time.monotonic()
+    train_ddp.main(cfg)
+    loaded = [name for name in ("wandb", "tensorboard", "torch.utils.tensorboard") if name in sys.modules]
+    return {"seconds": time.monotonic() - start, "loaded": loaded}
+
+
+def doctor(cfg):
+    """tools/doctor.py on these ranks: its exit code and what it prints."""
+    import contextlib
+    import io
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+    import doctor
+
+    arguments = [f"data.path={cfg.data.path}", f"output_dir={cfg.output_dir}", f"data.num_workers={10**6}"]
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        code = doctor.main(arguments)
+    return {"code": code, "shown": shown.getvalue()}
+
+
 EXTRA = {}  # what a hook adds to a task's metrics
 
 

@@ -1,0 +1,241 @@
+"""Draw one or several runs as one picture, and compare them in a Markdown table.
+
+    python tools/report.py runs/demo                              # runs/demo/report.png and report.md
+    python tools/report.py runs/a runs/b runs/c --output compare  # compare.png and compare.md
+
+Reads metrics.jsonl, status.json and config.yaml, of a run that is still going on too; needs no GPU and no torch. A step
+that a resumed run took twice counts as it was taken last.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Rows = dict[int, dict[str, Any]]  # step -> its metrics
+LOWER_IS_BETTER = {"val/loss"}
+
+
+class Run:
+    """What the folder of one run says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = folder.name
+        self.rows: Rows = {}
+        for line in (folder / "metrics.jsonl").read_text().splitlines():
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError:  # the torn last line of a killed run
+                continue
+            self.rows.setdefault(values["step"], {}).update(values)
+        self.rows = dict(sorted(self.rows.items()))
+        self.config = yaml.safe_load((folder / "config.yaml").read_text())
+        self.status = json.loads((folder / "status.json").read_text())
+
+    def setting(self, key: str) -> Any:
+        """The config's value of a dotted key; None where it has none."""
+        value = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    def curve(self, key: str, scale: float = 1.0) -> tuple[list[int], list[float]]:
+        """Steps and values of one metric, where it has any."""
+        points = [(step, row[key] * scale) for step, row in self.rows.items() if row.get(key) is not None]
+        return [step for step, _ in points], [value for _, value in points]
+
+    def median(self, key: str) -> float | None:
+        """Over all log lines but step 1's, which is the time of starting up."""
+        steps, values = self.curve(key)
+        steady = [value for step, value in zip(steps, values, strict=True) if step > 1] or values
+        return statistics.median(steady) if steady else None
+
+    def last(self, key: str) -> float | None:
+        """The newest value."""
+        values = self.curve(key)[1]
+        return values[-1] if values else None
+
+    def best(self) -> tuple[str, float, int] | None:
+        """The metric that decides, its best value, and the first step that had it."""
+        key = self.setting("evaluation.best_metric")
+        steps, values = self.curve(key)
+        if not values:
+            return None
+        value = (min if key in LOWER_IS_BETTER else max)(values)
+        return key, value, steps[values.index(value)]
+
+    def hours(self) -> float:
+        """Training alone: each log line's mean step time, times the steps since the line before."""
+        steps, seconds = self.curve("train/step_time_s")
+        return sum(t * (b - a) for (a, b), t in zip(itertools.pairwise([0, *steps]), seconds, strict=True)) / 3600
+
+
+def read(folder: Path) -> Run:
+    """A run, or one line about what is wrong with its folder."""
+    try:
+        run = Run(folder)
+    except FileNotFoundError as error:
+        sys.exit(f"error: {folder} is no run's folder: {Path(error.filename).name} is missing")
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        sys.exit(f"error: {folder} cannot be read: {type(error).__name__}: {error}")
+    if not run.rows:
+        sys.exit(f"error: {folder} has no metrics yet: wait for the first log line")
+    return run
+
+
+def table(runs: list[Run]) -> str:
+    """A Markdown table: a run a column, a fact a row; rows that no run has a value for are left out."""
+
+    def number(spec: str, value: Any) -> str:
+        return "-" if value is None else format(value, spec)
+
+    def best(run: Run) -> str | None:
+        return "{} {:.4f} at step {:,}".format(*run.best()) if run.best() else None
+
+    def model(run: Run) -> str:
+        parts = {"width": "embed_dim", "depth": "depth", "patch": "patch_size", "image": "img_size"}
+        known = {name: run.setting(f"model.{key}") for name, key in parts.items()}
+        return ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
+
+    facts: dict[str, Callable[[Run], str | None]] = {
+        "state": lambda run: f"{run.status['state']}, step {run.status['step']:,}",
+        "model": model,
+        "global batch size": lambda run: number(",", run.setting("global_batch_size")),
+        "precision": lambda run: run.setting("precision"),
+        "peak learning rate": lambda run: number(".2e", run.setting("optimizer.lr")),
+        "epochs": lambda run: number(".2f", run.last("train/epoch")),
+        "hours of training": lambda run: number(".2f", run.hours()),
+        "best": best,
+        "last train/loss": lambda run: number(".4f", run.last("train/loss")),
+        "last val/loss": lambda run: number(".4f", run.last("val/loss")),
+        "last val/top1": lambda run: number(".4f", run.last("val/top1")),
+        "last val/top5": lambda run: number(".4f", run.last("val/top5")),
+        "last val/ema_top1": lambda run: number(".4f", run.last("val/ema_top1")),
+        "images/s, median": lambda run: number(",.0f", run.median("train/images_per_second")),
+        "step time, median, s": lambda run: number(".4f", run.median("train/step_time_s")),
+        "waiting for data, median": lambda run: number(".1%", run.median("train/data_wait_fraction")),
+        "MFU, median": lambda run: number(".3f", run.median("train/mfu")),
+        "GPU utilization, median": lambda run: number(".0%", run.median("train/gpu_utilization")),
+        "peak memory, GiB": lambda run: number(".2f", max(run.curve("train/memory_peak_gib")[1], default=None)),
+    }
+    lines = [["", *(run.name for run in runs)], ["---", *("---:" for _ in runs)]]
+    for name, fact in facts.items():
+        cells = [fact(run) or "-" for run in runs]
+        if set(cells) != {"-"}:
+            lines.append([name, *cells])
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines) + "\n"
+
+
+def smooth(values: list[float]) -> list[float]:
+    """A running mean over a fiftieth of the curve, for curves of more than 100 points."""
+    half = len(values) // 100
+    return [statistics.fmean(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))]
+
+
+# Title, what the axis says, and the curves: metric, name, line style, factor.
+PANELS = [
+    ("Loss", "", [("train/loss", "train", "-", 1), ("val/loss", "val", "--", 1), ("val/ema_loss", "val EMA", ":", 1)]),
+    (
+        "Accuracy",
+        "%",
+        [
+            ("val/top1", "top-1", "-", 100),
+            ("val/top5", "top-5", "--", 100),
+            ("val/ema_top1", "top-1 EMA", ":", 100),
+        ],
+    ),
+    ("Learning rate", "", [("train/lr", "", "-", 1)]),
+    ("Gradient norm, before clipping", "", [("train/grad_norm", "", "-", 1)]),
+    ("Speed", "images/s", [("train/images_per_second", "", "-", 1)]),
+    (
+        "GPU memory, rank 0",
+        "GiB",
+        [("train/memory_reserved_gib", "reserved", "--", 1), ("train/memory_peak_gib", "peak allocated", "-", 1)],
+    ),
+]
+
+
+def draw(runs: list[Run], path: Path) -> None:
+    """The picture: a panel a quantity, a colour a run."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import EngFormatter, FuncFormatter
+
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    figure, grid = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
+    colours = list(plt.get_cmap("tab10" if len(runs) <= 10 else "tab20").colors)
+    last = max(step for run in runs for step in run.rows)
+    for axes, (title, unit, curves) in zip(grid.flat, PANELS, strict=True):
+        drawn = {}
+        for run, colour in zip(runs, itertools.cycle(colours)):
+            for key, name, style, scale in curves:
+                steps, values = run.curve(key, scale)
+                if key == "train/images_per_second" and len(steps) > 1 and steps[0] == 1:
+                    steps, values = steps[1:], values[1:]  # step 1 is the time of starting up
+                if not steps:
+                    continue
+                # One point is a dot; few are a line with dots; many are a faint line and its running mean.
+                marker = "o" if len(steps) <= 25 else None
+                is_noisy = len(steps) > 100 and key in ("train/loss", "train/grad_norm", "train/images_per_second")
+                if is_noisy:
+                    axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.6)
+                    values = smooth(values)
+                axes.plot(steps, values, style, color=colour, linewidth=1.5, marker=marker, markersize=3)
+                drawn[name] = style
+        axes.set_title(title, loc="left", fontweight="bold")
+        axes.set_ylabel(unit)
+        axes.set_xlabel("step")
+        axes.set_xlim(-0.02 * last, 1.02 * last)
+        axes.grid(alpha=0.25)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if not drawn:
+            axes.text(0.5, 0.5, "not measured in these runs", ha="center", va="center", transform=axes.transAxes)
+            axes.set(xticks=[], yticks=[], xlabel="")
+        elif title in ("Speed", "GPU memory, rank 0", "Learning rate"):
+            axes.set_ylim(bottom=0)
+        if title == "Learning rate":
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        if len(drawn) > 1:  # which quantity is which style; the colours are the runs', named below
+            handles = [Line2D([], [], color="0.3", linestyle=style) for style in drawn.values()]
+            axes.legend(handles, drawn.keys(), frameon=False, loc="best")
+    handles = [Line2D([], [], color=colour, linewidth=3) for _, colour in zip(runs, itertools.cycle(colours))]
+    names = [run.name if len(runs) > 1 else f"{run.name}: {run.status['state']}" for run in runs]
+    figure.legend(handles, names, loc="outside lower center", ncols=min(len(runs), 5), frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Parse, read, draw, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's output_dir")
+    parser.add_argument("--output", type=Path, help="where to write, without .png and .md; RUN/report for one run")
+    args = parser.parse_args()
+    runs = [read(folder) for folder in args.runs]
+    if len({run.name for run in runs}) < len(runs):  # the same last part: say more of the paths
+        common = Path(os.path.commonpath([folder.resolve() for folder in args.runs]))
+        for run, folder in zip(runs, args.runs, strict=True):
+            run.name = str(folder.resolve().relative_to(common))
+    output = args.output or (args.runs[0] / "report" if len(runs) == 1 else Path("report"))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        draw(runs, output.with_name(output.name + ".png"))
+        output.with_name(output.name + ".md").write_text(table(runs))
+    except OSError as error:
+        sys.exit(f"error: --output {output} cannot be written to: {error.strerror}")
+    print(table(runs), end="")
+    print(f"\nwrote {output}.png and {output}.md", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

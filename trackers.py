@@ -1,0 +1,155 @@
+"""wandb and TensorBoard, beside metrics.jsonl: on rank 0 only, and never a reason for a run to stop or to wait.
+
+Each library is fed by a thread of its own. If it raises, or does not reach its server, that is one warning: the run
+goes on without it, and metrics.jsonl has every value anyway. One axis for training and validation: the step.
+"""
+
+from schema import Config
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distributed import to_plain
+
+logger = logging.getLogger(__name__)
+PATIENCE = 20.0  # seconds that a run which is done waits for a library to be done, too: less than torchrun lets it live
+
+
+class Wandb:
+    """One run at Weights & Biases over all resumes: its id is the run's own, which checkpoints keep."""
+
+    def __init__(self, cfg: Config, output_dir: Path, run_id: str, start_step: int) -> None:
+        import wandb  # only where it is asked for
+
+        self.wandb = wandb
+        args = dict(cfg.wandb.init_args)
+        # What the console shows is in train.log already, and wandb would catch a progress bar's every move.
+        args["settings"] = {"console": "off"} | (args.get("settings") or {})
+        ours = {"mode": cfg.wandb.mode, "id": run_id, "resume": "allow", "dir": str(output_dir)}
+        self.args = {"config": to_plain(cfg)} | ours | args
+
+    def start(self) -> None:
+        """Reach the server, or open the file of an offline run."""
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(PATIENCE))  # wandb's own limit, at exit too
+        with _no_questions():
+            self.run = self.wandb.init(**self.args)
+        # An axis of our own: by its own counter, which only grows, wandb would drop the steps that a resumed run takes
+        # for the second time.
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """One row."""
+        self.run.log({"step": step, **values})
+
+    def finish(self, summary: dict[str, float]) -> None:
+        """The summary, and the end."""
+        try:
+            self.run.summary.update(summary)
+        finally:
+            self.run.finish()
+
+
+class TensorBoard:
+    """Event files in <output_dir>/tensorboard: one curve a metric over all resumes."""
+
+    def __init__(self, cfg: Config, output_dir: Path, run_id: str, start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # only where it is asked for
+
+        self.make = lambda: SummaryWriter(output_dir / "tensorboard", purge_step=start_step + 1)  # later lines count
+        self.texts = {"run_id": run_id, "config": f"```\n{yaml.safe_dump(to_plain(cfg), sort_keys=False)}```"}
+        self.start_step = start_step
+
+    def start(self) -> None:
+        """Open the event file."""
+        self.writer = self.make()
+        for name, text in self.texts.items():
+            self.writer.add_text(name, text, self.start_step)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """One point a metric, on the disk when it returns."""
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def finish(self, summary: dict[str, float]) -> None:
+        """The summary as a text, and the end."""
+        self.writer.add_text("summary", f"```\n{json.dumps(summary, indent=1)}\n```", self.start_step)
+        self.writer.close()
+
+
+class Outlet:
+    """The thread that feeds one library, and the one place where its failures end."""
+
+    def __init__(self, kind: type[Wandb] | type[TensorBoard], *args: Any) -> None:
+        self.name = kind.__name__.lower()
+        self.is_over = False
+        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._feed, name=self.name, daemon=True)
+        with self._failures():
+            # Imported in the main thread: a loader process that is forked in the middle of an import could find the
+            # import's lock taken for good.
+            self.tracker = kind(*args)
+            self.calls.put(self.tracker.start)
+            self.thread.start()
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Hand over one step's values; returns at once."""
+        if not self.is_over:
+            self.calls.put(lambda: self.tracker.log(step, values))
+
+    def finish(self, summary: dict[str, float]) -> None:
+        """Hand over the last of it, and wait for the library, but not for long."""
+        if self.is_over:
+            return
+        self.calls.put(lambda: self.tracker.finish(summary))
+        self.calls.put(None)
+        self.thread.join(PATIENCE)
+        if self.thread.is_alive():
+            self._give_up(f"not done {PATIENCE:.0f} s after the run")
+
+    def _feed(self) -> None:
+        with self._failures():
+            while (call := self.calls.get()) is not None:
+                call()
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of any kind: it is not our code, and no run should end for it
+            text = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self._give_up(f"{type(error).__name__}: {text}")
+
+    def _give_up(self, reason: str) -> None:
+        if not self.is_over:
+            self.is_over = True
+            logger.warning("%s: %s; the run goes on without it, metrics.jsonl has every value", self.name, reason)
+
+
+def start(cfg: Config, output_dir: Path, *, run_id: str, start_step: int) -> list[Outlet]:
+    """What the config asks for; call it on rank 0."""
+    asked_for = {Wandb: cfg.wandb.mode != "disabled", TensorBoard: cfg.tensorboard.enabled}
+    return [Outlet(kind, cfg, output_dir, run_id, start_step) for kind, is_on in asked_for.items() if is_on]
+
+
+@contextlib.contextmanager
+def _no_questions() -> Iterator[None]:
+    """Without a key wandb asks for one on a terminal; a run must not wait for the answer, so there is no terminal."""
+    stdin = sys.stdin
+    with open(os.devnull) as nothing:
+        sys.stdin = nothing
+        try:
+            yield
+        finally:
+            sys.stdin = stdin
