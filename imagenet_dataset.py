@@ -31,6 +31,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision.transforms import InterpolationMode, v2
 
+import preemption
+
 # What is a picture, by the end of its name. Anything else in a class folder is counted and left alone.
 IMAGE_EXTENSIONS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 PADDING = -1  # label of the images that fill up the last validation batch; they count for nothing
@@ -325,6 +327,7 @@ def build_loaders(cfg: Config, *, rank: int, world_size: int, start_step: int) -
         "num_workers": cfg.data.num_workers,
         "persistent_workers": cfg.data.num_workers > 0,
         "pin_memory": torch.cuda.is_available(),
+        "worker_init_fn": preemption.ignore,  # a signal is for the ranks; workers go on until they stop
         "generator": torch.Generator(),  # a loader draws a seed for its workers: not from the run's own generator
     }
     return tuple(
