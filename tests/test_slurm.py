@@ -85,7 +85,9 @@ def slurm(tmp_path_factory):
         conf += f"NodeName={node} NodeHostname={NODES[0]} NodeAddr=127.0.0.1 Port={port + 1 + i} CPUs=16 Gres=gpu:8\n"
     conf += f"PartitionName=main Nodes={','.join(NODES)} Default=YES MaxTime=60 State=UP\n"
     (folder / "slurm.conf").write_text(conf)
-    (folder / "gres.conf").write_text("Name=gpu Count=8\n")
+    for i in range(8):  # Slurm counts GPUs by their device files; any file will do
+        (folder / f"gpu{i}").touch()
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
     env = dict(os.environ, SLURM_CONF=str(folder / "slurm.conf"))
     for name in [name for name in env if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"]:
         del env[name]
