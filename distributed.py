@@ -124,7 +124,10 @@ def _store() -> dist.Store:
     """
     if "WORLD_SIZE" not in os.environ:
         return dist.HashStore()
-    store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    # torchrun's store is there before its processes: one that finds none is an orphan, and waits in vain.
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=30) if is_torchruns else TIMEOUT))
+    store.set_timeout(TIMEOUT)
     attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_sessions)}"
     return dist.PrefixStore(attempt, store)
 

@@ -327,7 +327,7 @@ def build_loaders(cfg: Config, *, rank: int, world_size: int, start_step: int) -
         "num_workers": cfg.data.num_workers,
         "persistent_workers": cfg.data.num_workers > 0,
         "pin_memory": torch.cuda.is_available(),
-        "worker_init_fn": preemption.ignore,  # a signal is for the ranks; workers go on until they stop
+        "worker_init_fn": preemption.shield,  # a stop is asked of the ranks; workers go on until they end
         "generator": torch.Generator(),  # a loader draws a seed for its workers: not from the run's own generator
     }
     return tuple(

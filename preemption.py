@@ -11,7 +11,9 @@ Imports nothing but the standard library at first: schema.py listens before torc
 
 import collections
 import contextlib
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -30,10 +32,28 @@ def listen() -> None:
         signal.signal(number, _note)
 
 
-def ignore(*_: Any) -> None:
-    """Let the signals pass: in a loader's worker, which must go on feeding its rank, and in a process that is done."""
+def ignore() -> None:
+    """Let the signals pass: in a process that is done."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def shield(_worker: int) -> None:
+    """Let the signals pass in a loader's worker, which must go on feeding its rank; a `worker_init_fn`.
+
+    Not those of the rank itself: multiprocessing ends a worker by SIGTERM, when the rank ends by an error, and waits
+    for it. Where Python cannot tell who sent a signal (macOS), the worker is not shielded.
+    """
+    if not hasattr(signal, "sigwaitinfo"):
+        return
+
+    def watch(rank: int) -> None:
+        while signal.sigwaitinfo(SIGNALS).si_pid != rank:
+            pass
+        os._exit(0)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # so that they wait for the thread
+    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -56,7 +56,9 @@ first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 torchrun=(torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${NPROC_PER_NODE:-gpu}"
           --rdzv-backend c10d --rdzv-endpoint "$first_node:$((20000 + SLURM_JOB_ID % 10000))"
           --rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}")
-export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1  # else USR1 kills torchrun, not its ranks
+# Without this USR1 kills torchrun, and not its ranks. Newer versions read the first name, older ones the second.
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+export TORCHELASTIC_SIGNALS_TO_HANDLE=$PET_SIGNALS_TO_HANDLE
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240  # seconds that a signalled torchrun gives its ranks to save; 30 by default
 
 # In the background, because bash runs a trap only between commands, and in a `wait`, which the trap ends early.

@@ -348,4 +348,4 @@ def test_signals_are_two():
     text = (ROOT / "slurm.sh").read_text()
     assert signal.SIGUSR1 in preemption.SIGNALS
     assert re.search(r"^#SBATCH --signal=B:USR1@\d+", text, re.MULTILINE)
-    assert re.search(r"TORCHELASTIC_SIGNALS_TO_HANDLE=\S*SIGTERM\S*SIGUSR1", text)
+    assert re.search(r"PET_SIGNALS_TO_HANDLE=\S*SIGTERM\S*SIGUSR1", text)
