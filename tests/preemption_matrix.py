@@ -3,10 +3,12 @@
     python tests/preemption_matrix.py --output benchmarks/preemption_cpu.json
 
 Signal x target x phase, for DDP and FSDP2 on two CPU processes under torchrun, with a loader worker each. A life is one
-run of one script and one target: it is started once for each signal and phase and signalled at a random moment of that
-phase, then left alone to its end. In each cell all ranks must stop at one step and save it once, status.json must say
-`preempted` and that step, and the codes must be 0, or torchrun's own 1 where it was signalled itself. At the end the
-losses of every step, the scores, the best result and the final weights must equal the straight run's bit for bit.
+run of one script: it is started once for each cell and signalled at a random moment of that phase, then left alone to
+its end. Each start is a torchrun of its own, but for signals to ranks once they train: there the same processes start
+the run again, because a start takes ten times what the cell does. In each cell all ranks must stop at one step and save
+it once, status.json must say `preempted` and that step, and torchrun's code must be 0, or 1 where it was signalled
+itself. At the end the losses of every step, the scores, the best result and the final weights must equal the straight
+run's bit for bit.
 """
 
 import schema
@@ -73,15 +75,24 @@ def rank_main(folder, script, *overrides):
         return call(self, images)
 
     trainer.Normalize.__call__ = slowly
-    sys.argv = [str(ROOT / f"{script}.py"), *overrides]
+    arguments = [str(ROOT / f"{script}.py"), *overrides]
+    sys.argv = list(arguments)  # Hydra's part of `launch` adds to it
     schema.launch(importlib.import_module(script).main)
+    for number in range(int(os.environ["AGAIN"])):
+        os.pwrite(file, b"stopped   ", 0)
+        while not Path(folder, f"go.{number}").exists():
+            time.sleep(0.01)
+        os.pwrite(file, b"start     ", 0)
+        sys.argv = list(arguments)
+        schema.launch(importlib.import_module(script).main)
 
 
-def start(folder, script, overrides):
-    for path in [*folder.glob("phase.*"), *folder.glob("pid.*")]:
+def start(folder, script, overrides, *, again=0):
+    """A torchrun; its ranks start the run again `again` times, each time when go.<number> appears."""
+    for path in [*folder.glob("phase.*"), *folder.glob("pid.*"), *folder.glob("go.*")]:
         path.unlink()
     env = dict(os.environ, OMP_NUM_THREADS="1", PET_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGUSR1")
-    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(GRACE)
+    env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE), "AGAIN": str(again)}
     env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [__file__, "rank", folder, script, *overrides]
@@ -130,22 +141,25 @@ def signal_once(run, folder, rng, numbers, target, wanted):
             except ProcessLookupError:  # a helper process that has just ended
                 assert target == "all processes"
         time.sleep(0.05)
-    run.wait(timeout=120)
-    while any(alive(pid) for pid in ranks) and time.monotonic() < sent + 120:  # a rank that outlives torchrun counts
+    while run.poll() is None and set(phases(folder)) != {"stopped"}:
+        assert time.monotonic() < sent + 120, (folder / "log.txt").read_text()[-3000:]
+        time.sleep(0.01)
+    while (
+        run.poll() is not None and any(alive(pid) for pid in ranks) and time.monotonic() < sent + 120
+    ):  # a rank that outlives torchrun counts
         time.sleep(0.02)
     return hit, time.monotonic() - sent
 
 
-def check(folder, code, target, seconds):
-    """What is wrong with how the run stopped; None if nothing is."""
-    log = (folder / "log.txt").read_text()
+def check(folder, code, target, seconds, log):
+    """What is wrong with how the run stopped; None if nothing is. The code is None where the processes go on."""
     status = json.loads((folder / "run/status.json").read_text())
     step = status["step"]
     if seconds > GRACE:
         return f"{seconds:.0f} s until all ranks had ended"
     if status["state"] != "preempted":
         return f"state {status['state']}"
-    if code != (1 if target in ("torchrun", "all processes") else 0):
+    if code not in ((1,) if target in ("torchrun", "all processes") else (0, None)):
         return f"code {code}"
     if re.findall(r"stopped after step (\d+)", log) != [str(step)]:
         return "not stopped once, at the step of status.json"
@@ -171,21 +185,34 @@ def matrix(seed, folder, report):
         straight = folder / f"straight-{script}"
         straight.mkdir()
         assert start(straight, script, [*base, f"output_dir={straight / 'run'}"]).wait(timeout=600) == 0
-        for target in TARGETS:
-            life = folder / f"life-{script}-{target.replace(' ', '-')}"
-            life.mkdir()
-            overrides = [*base, f"output_dir={life / 'run'}"]
-            for phase, name in itertools.product(PHASES, TARGETS[target]):
-                run = start(life, script, overrides)
-                hit, seconds = signal_once(run, life, rng, SIGNALS[name], target, phase)
-                wrong = check(life, run.returncode, target, seconds)
-                step = json.loads((life / "run/status.json").read_text())["step"]
-                row = {"script": script, "target": target, "phase": phase, "signal": name, "phases hit": hit}
-                report(row | {"code": run.returncode, "step": step, "seconds": round(seconds, 2), "wrong": wrong})
-                if wrong:
-                    print((life / "log.txt").read_text()[-6000:], flush=True)
-            code = start(life, script, overrides).wait(timeout=600)
-            report({"script": script, "target": target, "end": compare(code, life, straight)})
+        life = folder / f"life-{script}"
+        life.mkdir()
+        overrides = [*base, f"output_dir={life / 'run'}"]
+        cells = [(p, t, name) for t, p in itertools.product(TARGETS, PHASES) for name in TARGETS[t]]
+        in_place = [cell for cell in cells if cell[0] != "start" and cell[1].endswith(("rank", "ranks"))]
+        seen = 0  # characters of the log that belong to earlier cells
+
+        def act(run, phase, target, name, script=script, life=life):
+            nonlocal seen
+            hit, seconds = signal_once(run, life, rng, SIGNALS[name], target, phase)
+            log = (life / "log.txt").read_text()
+            wrong = check(life, run.poll(), target, seconds, log[seen:])
+            seen = len(log)
+            step = json.loads((life / "run/status.json").read_text())["step"]
+            row = {"script": script, "target": target, "phase": phase, "signal": name, "phases hit": hit}
+            report(row | {"code": run.poll(), "step": step, "seconds": round(seconds, 2), "wrong": wrong})
+            if wrong:
+                print(log[-6000:], flush=True)
+
+        for cell in cells:
+            if cell not in in_place:
+                seen = 0
+                act(start(life, script, overrides), *cell)
+        run, seen = start(life, script, overrides, again=len(in_place)), 0
+        for number, cell in enumerate(in_place):
+            act(run, *cell)
+            (life / f"go.{number}").touch()
+        report({"script": script, "end": compare(run.wait(timeout=600), life, straight)})
 
 
 def compare(code, life, straight):
