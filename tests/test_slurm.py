@@ -148,13 +148,16 @@ class Job:
         return self.log_file.read_text() if self.log_file.exists() else ""
 
     def wait(self, seconds=300):
-        """Until it is over; returns Slurm's word for how it ended."""
+        """Until it is over; returns Slurm's word for how it ended. Its log is printed, without the steps' lines."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        state = None
         try:
-            return wait_for("end", lambda: (state := self.field("JobState")) in over and state, seconds)
-        except AssertionError:
-            print(self.log()[-6000:])
-            raise
+            state = wait_for("end", lambda: (now := self.field("JobState")) in over and now, seconds)
+            return state
+        finally:
+            text = self.log().replace(f"{self.folder}/", "").replace(f"{ROOT}/", "").replace(sys.prefix, "")
+            print(f"job {self.id}: {state}, {self.field('Restarts')} restarts, exit code {self.field('ExitCode')}")
+            print("\n".join(line[:200] for line in text.splitlines() if "  loss " not in line))
 
 
 def status(folder):
