@@ -96,6 +96,7 @@ class Resumed:
     step: int
     run_id: str  # the same over resumes
     best: dict[str, Any] | None  # {"step", "metric", "value"} of the best validation so far
+    is_unscored: bool = False  # whether the step's evaluation was broken off
 
 
 def restore(state: TrainState, cfg: Config, session: Session) -> Resumed:
@@ -131,7 +132,7 @@ def restore(state: TrainState, cfg: Config, session: Session) -> Resumed:
     if session.is_main:
         _write_best(folder.parent, saved["best"])
     logger.info("resumed from %s (step %d)", folder, saved["step"])
-    return Resumed(saved["step"], saved["run_id"], saved["best"])
+    return Resumed(saved["step"], saved["run_id"], saved["best"], saved.get("is_unscored", False))
 
 
 def _same_everywhere(value: str) -> str:
@@ -295,12 +296,13 @@ class Saver:
             self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
             self.copies = _host_copies(state.tensors(step=0))  # now: pinning memory takes long
 
-    def save(self, step: int, best: dict[str, Any] | None) -> None:
+    def save(self, step: int, best: dict[str, Any] | None, *, is_unscored: bool = False) -> None:
         """Write step_<step> on all ranks, or begin to; waits for the one before.
 
         Args:
             step: updates that the state holds.
             best: the best result so far; if it is this step's, best.json will say so.
+            is_unscored: the evaluation of this step was broken off, for the next start to do again.
 
         Raises:
             RunError: on all ranks alike, this save or the one before could not be written, or torchrun is gone.
@@ -308,10 +310,12 @@ class Saver:
         asked = time.perf_counter()
         self.wait()
         started = time.perf_counter()
-        self.step, temporary = step, self.ckpt_dir / f"step_{step:08d}.tmp"
+        self.step, self.is_unscored = step, is_unscored
+        temporary = self.ckpt_dir / f"step_{step:08d}.tmp"
 
         def prepare() -> None:
-            if self.session.is_orphan:
+            # A run that was asked to stop saves all the same: it holds the folder's lock, and this is its last save.
+            if self.session.is_orphan and not self.session.stop.signal:
                 raise RunError(f"torchrun is gone: stopping before the save of step {step}; start the run again")
             if self.session.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -328,6 +332,16 @@ class Saver:
         how = "copied, to be written" if self.in_flight else "saved"
         waited = f", after {started - asked:.3f} s for the one before" if started - asked > 1e-3 else ""
         logger.info("step %d: %s in %.3f s%s", step, how, time.perf_counter() - started, waited)
+
+    def set_score(self, step: int, best: dict[str, Any] | None) -> None:
+        """Give the checkpoint of `step`, saved unscored, the best result so far, which may be its own."""
+
+        def write() -> None:
+            file = self.ckpt_dir / f"step_{step:08d}" / "state.json"
+            write_json(file, json.loads(file.read_text()) | {"best": best, "is_unscored": False})
+            _write_best(self.ckpt_dir, best)
+
+        together(lambda: write() if self.session.is_main else None)
 
     def wait(self) -> None:
         """Return when nothing is in flight.
@@ -356,7 +370,8 @@ class Saver:
         """What rank 0 does when every rank has written."""
         final = temporary.with_suffix("")
         samples = self.step * self.cfg.global_batch_size
-        write_json(temporary / "state.json", {"step": self.step, "samples": samples, "best": best} | self.facts)
+        state = {"step": self.step, "samples": samples, "best": best, "is_unscored": self.is_unscored}
+        write_json(temporary / "state.json", state | self.facts)
         if final.exists():  # and was skipped at the start, so it is damaged
             final.rename(final.with_suffix(f".damaged-{uuid.uuid4().hex[:6]}"))
         os.replace(temporary, final)

@@ -26,6 +26,8 @@ import torchvision
 import yaml
 from torch.distributed.tensor import DTensor
 
+import preemption
+
 logger = logging.getLogger(__name__)
 TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that waits longer gives up
 _sessions = itertools.count()
@@ -45,6 +47,8 @@ class Session:
     """Work for rank 0 alone, done when the process group is gone: nobody waits for it in a collective."""
     parent: int = dataclasses.field(default_factory=os.getppid)
     """The process that started this one."""
+    stop: preemption.Stop = dataclasses.field(default_factory=lambda: preemption.Stop(TIMEOUT))
+    """Whether the run was asked to stop."""
 
     @property
     def is_main(self) -> bool:
@@ -70,22 +74,27 @@ def dist_session(cfg: Config) -> Iterator[Session]:
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    # Modulo: srun may show each task its own card only. Two ranks on one card are NCCL's to refuse.
+    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     session = Session(rank, local_rank, world_size, device, Path(cfg.output_dir))
 
+    def lock() -> None:
+        held.enter_context(_lock(session.output_dir, "output_dir"))
+        ckpt_dir = Path(cfg.checkpoint.ckpt_dir or session.output_dir)
+        if session.output_dir.absolute() not in (ckpt_dir.absolute(), *ckpt_dir.absolute().parents):
+            held.enter_context(_lock(ckpt_dir, "checkpoint.ckpt_dir"))
+
     with contextlib.ExitStack() as held:
-        if session.is_main:
-            held.enter_context(_lock(session.output_dir, "output_dir"))
-            ckpt_dir = Path(cfg.checkpoint.ckpt_dir or session.output_dir)
-            if session.output_dir.absolute() not in (ckpt_dir.absolute(), *ckpt_dir.absolute().parents):
-                held.enter_context(_lock(ckpt_dir, "checkpoint.ckpt_dir"))
+        held.enter_context(preemption.listening())
+        store = _store()
+        _rank_0_first(lock, session, store)
         _set_up_logging(session)
         _set_precision(cfg)
         if cuda:
             torch.cuda.set_device(device)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=_store(),
+            store=store,
             rank=rank,
             world_size=world_size,
             timeout=TIMEOUT,
@@ -95,8 +104,11 @@ def dist_session(cfg: Config) -> Iterator[Session]:
         set_status(session, "running")
         try:
             yield session
+            session.stop.close()
             dist.barrier()
             dist.destroy_process_group()
+            if session.stop.signal:
+                set_status(session, "preempted")  # now: what follows may take longer than there is left
             for work in session.afterwards if session.is_main else ():
                 work()
         except BaseException:
@@ -104,7 +116,8 @@ def dist_session(cfg: Config) -> Iterator[Session]:
             # because torchrun stops the others.
             set_status(session, "failed")
             raise
-        set_status(session, "finished")
+        if not session.stop.signal:
+            set_status(session, "finished")
 
 
 def _store() -> dist.Store:
@@ -115,9 +128,37 @@ def _store() -> dist.Store:
     """
     if "WORLD_SIZE" not in os.environ:
         return dist.HashStore()
-    store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    # torchrun's store is there before its processes: one that finds none is an orphan, and waits in vain.
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=30) if is_torchruns else TIMEOUT))
+    store.set_timeout(TIMEOUT)
     attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_sessions)}"
     return dist.PrefixStore(attempt, store)
+
+
+def _rank_0_first(work: Callable[[], None], session: Session, store: dist.Store) -> None:
+    """work() on rank 0, while there is no process group yet; the others wait in the store for how it went.
+
+    Without this they would wait for rank 0 in the process group's start, where no signal of torchrun's is heard.
+
+    Raises:
+        ConfigError: on all ranks alike, if it failed.
+    """
+    if session.is_main:
+        reason = ""
+        try:
+            work()
+        except ConfigError as error:
+            reason = str(error)
+        store.set("rank_0", reason)
+        deadline = time.monotonic() + 10
+        while reason and store.add("heard", 0) < session.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)  # the store may live in this process
+    else:
+        reason = store.get("rank_0").decode()
+        store.add("heard", 1)
+    if reason:
+        raise ConfigError(reason)
 
 
 def _lock(folder: Path, key: str) -> TextIO:

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
+import preemption
 import shards
 from augment import Augment
 from decode import Ahead, Decoder, Encoded, Jpeg, PictureError, bounded, encode
@@ -308,6 +309,7 @@ class Loader(DataLoader):
             num_workers=cfg.data.num_workers,
             persistent_workers=cfg.data.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
+            worker_init_fn=preemption.shield,  # a stop is asked of the ranks; workers go on until they end
             generator=torch.Generator(),  # a loader draws a seed for its workers: not from the run's own generator
         )
         self.cfg = cfg

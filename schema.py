@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
+import preemption
+
 PROJECT_DIR = Path(__file__).resolve().parent
 
 
@@ -78,6 +80,8 @@ def _import_timm_without_wandb() -> None:
         del sys.modules["wandb"]
 
 
+if Path(sys.argv[0]).stem.startswith("train_"):  # an entrypoint, not what else imports this file
+    preemption.listen()  # from here on: importing torch takes seconds
 check_versions()
 _import_timm_without_wandb()
 
@@ -757,6 +761,23 @@ def _compose_from_command_line(script: str) -> Config:
     return composed[0]
 
 
+def use_srun() -> None:
+    """Give the tasks of `srun python train_x.py`, without torchrun, the variables that torchrun would give them.
+
+    Without them each task would be a run of its own. SLURM_STEP_NUM_TASKS is set by srun only, not in a batch script or
+    an salloc shell. The address is the step's first node, the port follows from the job and the step; MASTER_ADDR and
+    MASTER_PORT go first.
+    """
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks == 1 or "WORLD_SIZE" in os.environ:
+        return
+    slurm = {name: os.environ[f"SLURM_{name}"] for name in ("PROCID", "LOCALID", "STEP_NODELIST", "JOB_ID", "STEP_ID")}
+    first = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", slurm["STEP_NODELIST"]).split(",")[0]  # n[07-09,12],m1 -> n07
+    os.environ |= {"RANK": slurm["PROCID"], "LOCAL_RANK": slurm["LOCALID"], "WORLD_SIZE": str(tasks)}
+    os.environ.setdefault("MASTER_ADDR", first)
+    os.environ.setdefault("MASTER_PORT", str(20000 + (int(slurm["JOB_ID"]) * 10 + int(slurm["STEP_ID"])) % 10000))
+
+
 def launch(main: Callable[[Config], dict[str, float]]) -> None:
     """Run an entrypoint: compose, check, train; a mistake is one line and exit code 2, before process groups start."""
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -764,6 +785,7 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
     import imagenet_dataset
     import profiling
 
+    use_srun()
     script = Path(sys.argv[0]).stem
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
@@ -783,3 +805,4 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
         exit_with(str(error))
     except RunError as error:
         exit_with(str(error), code=1)
+    preemption.ignore()  # Python's own end would give the signals their default back: a late one would be a failure

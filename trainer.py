@@ -94,7 +94,20 @@ def train(
 
     run.model.train()
     batches = iter(train_loader)
+    done, is_unscored = start_step, resumed.is_unscored
+    if is_unscored:  # the run was stopped in the evaluation of that step
+        result = evaluate(run.model, val_loader, normalize, device=device, is_stopped=session.stop.agreed)
+        is_unscored = result is None
+        if not is_unscored:
+            metrics.write(start_step, result)
+            best = _best_of(start_step, result, best, cfg.evaluation.best_metric)
+            saver.set_score(start_step, best)
+
+    are_together = True  # whether the hosts have just waited for each other
     for step in range(start_step + 1, total_steps + 1):
+        # 0. Stop here if any rank was asked to: all ranks at the same step.
+        if session.stop.agreed(wait=are_together):
+            break
         is_last_step = step == total_steps
         lr = lr_at(step, cfg)
         for group in run.optimizer.param_groups:
@@ -122,6 +135,7 @@ def train(
         run.optimizer.zero_grad()
         is_bad = ~(loss.isfinite() & grad_norm.isfinite())
         first_bad_step = torch.where(is_bad & (first_bad_step == NEVER), step, first_bad_step)
+        done = step
         speed.count(step)
         metrics.bar.update()
 
@@ -140,44 +154,60 @@ def train(
         # 4. Evaluate, then save: a step's checkpoint knows its score, and a new best always has one.
         is_new_best = False
         if _is_due(step, cfg.evaluation.every_n_steps, is_last_step):
-            result = evaluate(run.model, val_loader, normalize, device=device)
+            result = evaluate(run.model, val_loader, normalize, device=device, is_stopped=session.stop.agreed)
+            is_unscored = result is None
+            if is_unscored:
+                break
             metrics.write(step, result)
-            metric = cfg.evaluation.best_metric
-            is_new_best = _is_better(result[metric], best, metric)
-            if is_new_best:
-                best = {"step": step, "metric": metric, "value": result[metric]}
+            best = _best_of(step, result, best, cfg.evaluation.best_metric)
+            is_new_best = best is not None and best["step"] == step
             speed.restart()
         is_save_due = is_new_best or is_last_step or _is_due(step, cfg.checkpoint.save_every_n_steps)
-        if is_save_due and cfg.checkpoint.ckpt_dir is not None:
+        are_together = is_save_due and cfg.checkpoint.ckpt_dir is not None
+        if are_together:
             _stop_if_not_finite(first_bad_step, saver)
             saver.save(step, best)
             speed.restart()
         profiler.step()
 
     profiler.close()
+    if session.stop.signal:
+        if done > max(start_step, saver.step) and cfg.checkpoint.ckpt_dir is not None:
+            _stop_if_not_finite(first_bad_step, saver)
+            saver.save(done, best, is_unscored=is_unscored)
+        logger.info("stopped after step %d: a rank received %s", done, session.stop.signal.name)
     saver.wait()
-    is_finished = start_step >= total_steps
+    is_finished = start_step >= total_steps and not resumed.is_unscored
     if is_finished:
         logger.info("nothing to do: the run is finished (step %d of %d)", start_step, total_steps)
-    if cfg.checkpoint.ckpt_dir is not None and cfg.checkpoint.save_final_model:
+    if cfg.checkpoint.ckpt_dir is not None and cfg.checkpoint.save_final_model and not session.stop.signal:
         session.afterwards.append(lambda: checkpoint.save_final_model(cfg, replace=not is_finished))
-    metrics.close(max(start_step, total_steps), best)
-    set_status(session, "running", max(start_step, total_steps))
+    metrics.close(done, best)
+    set_status(session, "running", done)
     return metrics.last
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, loader: DataLoader, normalize: "Normalize", *, device: torch.device
-) -> dict[str, float | int]:
+    model: nn.Module,
+    loader: DataLoader,
+    normalize: "Normalize",
+    *,
+    device: torch.device,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, float | int] | None:
     """Loss and accuracy over the whole validation set, every image counted once at any world size and batch size.
 
     All ranks run equally many batches of one size; what fills up the last ones carries no label and counts for nothing.
-    Leaves the model in training mode, as it found it.
+    Leaves the model in training mode, as it found it. Asks `is_stopped` before each batch, on all ranks alike, and
+    returns None if it is.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1 hits, top-5 hits, images
     model.eval()
     for images, labels in loader:
+        if is_stopped():
+            model.train()
+            return None
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         logits = model(normalize(images)).float()
         is_image = labels != PADDING
@@ -238,6 +268,13 @@ def _is_better(value: float, best: dict[str, Any] | None, metric: str) -> bool:
     if not math.isfinite(value) or best is None or best["metric"] != metric:
         return math.isfinite(value)
     return value < best["value"] if metric == "val/loss" else value > best["value"]
+
+
+def _best_of(step: int, result: dict[str, Any], best: dict[str, Any] | None, metric: str) -> dict[str, Any] | None:
+    """The best result so far, `result` of `step` included."""
+    if _is_better(result[metric], best, metric):
+        return {"step": step, "metric": metric, "value": result[metric]}
+    return best
 
 
 def _stop_if_not_finite(first_bad_step: torch.Tensor, saver: checkpoint.Saver) -> None:

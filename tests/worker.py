@@ -12,6 +12,7 @@ import faulthandler
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -237,6 +238,53 @@ def doctor(cfg):
     return {"code": code, "shown": shown.getvalue()}
 
 
+def _signal_once(owner, name, *, call, ranks, numbers):
+    """The ranks send themselves the signals at the given call of a function."""
+    original, calls = getattr(owner, name), []
+
+    def signalling(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            setattr(owner, name, original)
+            for number in numbers if dist.get_rank() in ranks else ():
+                os.kill(os.getpid(), number)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, signalling)
+
+
+def sigterm_to_rank_1_before_the_first_step(cfg):
+    _signal_once(checkpoint, "restore", call=1, ranks=[1], numbers=[signal.SIGTERM])
+
+
+def sigusr1_to_rank_1_in_the_first_step(cfg):
+    import trainer
+
+    _signal_once(trainer, "clip_grad_norm_", call=1, ranks=[1], numbers=[signal.SIGUSR1])
+
+
+def sigterm_to_all_in_the_first_evaluation(cfg):
+    import trainer
+
+    _signal_once(trainer, "evaluate", call=1, ranks=[0, 1], numbers=[signal.SIGTERM])
+
+
+def two_signals_to_rank_0_in_the_first_save(cfg):
+    _signal_once(checkpoint.Saver, "_commit", call=1, ranks=[0], numbers=[signal.SIGUSR1, signal.SIGTERM])
+
+
+def look(cfg):
+    """What a run left: its status, and step -> whether its score is missing, for each checkpoint."""
+    output_dir = Path(cfg.output_dir)
+    if not (output_dir / "status.json").exists():
+        return {}
+    saved = [json.loads(path.read_text()) for path in output_dir.glob("checkpoints/step_????????/state.json")]
+    return {
+        "status": json.loads((output_dir / "status.json").read_text()),
+        "saved": {state["step"]: state["is_unscored"] for state in saved},
+    }
+
+
 EXTRA = {}  # what a hook adds to a task's metrics
 
 
@@ -264,7 +312,8 @@ def run(task):
         globals()[task["before"]](cfg)
     if task.get("call"):
         return globals()[task["call"]](cfg)
-    return importlib.import_module(task["script"]).main(cfg) | EXTRA
+    metrics = importlib.import_module(task["script"]).main(cfg) | EXTRA
+    return metrics | (look(cfg) if task.get("look") else {})
 
 
 def main():

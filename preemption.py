@@ -1,0 +1,113 @@
+"""Stop when asked: SIGTERM or SIGUSR1 to any rank of the job stops all of them after one and the same step.
+
+A handler only notes the signal, and notes it again if it comes again. Between two steps and between two batches of an
+evaluation the ranks ask each other: a maximum over one number in host memory, begun at one step and read at the next.
+So the answer is the same everywhere at the same step, however far the ranks are apart, and no host waits for its
+device. The loop then saves, once, and `status.json` says `preempted`. Before the first step nothing is saved. An
+evaluation is broken off; its checkpoint is marked, and the next start begins with that evaluation.
+
+Imports nothing but the standard library at first: schema.py listens before torch, whose import takes seconds.
+"""
+
+import collections
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # torchrun and Slurm send the first, slurm.sh the second
+_received: list[int] = []
+
+
+def _note(number: int, _frame: Any) -> None:
+    _received.append(number)
+
+
+def listen() -> None:
+    """From here on the signals are noted, and end the process no more."""
+    for number in SIGNALS:
+        signal.signal(number, _note)
+
+
+def ignore() -> None:
+    """Let the signals pass: in a process that is done."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def shield(_worker: int) -> None:
+    """Let the signals pass in a loader's worker, which must go on feeding its rank; a `worker_init_fn`.
+
+    Not those of the rank itself: multiprocessing ends a worker by SIGTERM, when the rank ends by an error, and waits
+    for it. Where Python cannot tell who sent a signal (macOS), the worker is not shielded.
+    """
+    if not hasattr(signal, "sigwaitinfo"):
+        return
+
+    def watch(rank: int) -> None:
+        while signal.sigwaitinfo(SIGNALS).si_pid != rank:
+            pass
+        os._exit(0)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # so that they wait for the thread
+    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """Listen for as long as a run lasts; afterwards all is as before, and nothing is noted."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    listen()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _received.clear()
+
+
+class Stop:
+    """Whether this run was asked to stop. Every call of `agreed` is one that all ranks make."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self.signal: signal.Signals | None = None  # once all ranks know of it
+        self.group: Any = None
+        self.pending: collections.deque[tuple[Any, Any]] = collections.deque()  # what was begun: its work, its number
+
+    def agreed(self, *, wait: bool = False) -> bool:
+        """Whether a rank had noted a signal when it made the call before this one; the same answer on all ranks.
+
+        Args:
+            wait: ask about this call instead: where all ranks have waited for each other anyway.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if self.signal is not None:
+            return True
+        number = torch.tensor(_received[0] if _received else 0)
+        if dist.get_world_size() == 1:
+            self._read(number)
+            return self.signal is not None
+        if self.group is None:
+            self.group = dist.new_group(backend="gloo", timeout=self.timeout)
+        work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.pending.append((work, number))
+        while len(self.pending) > (0 if wait else 1):
+            work, number = self.pending.popleft()
+            work.wait()
+            self._read(number)
+        return self.signal is not None
+
+    def _read(self, number: Any) -> None:
+        if self.signal is None and number.item():
+            self.signal = signal.Signals(number.item())
+
+    def close(self) -> None:
+        """Wait for what is under way, so that the process group can end."""
+        while self.pending:
+            self.pending.popleft()[0].wait()
