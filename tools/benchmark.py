@@ -455,7 +455,7 @@ def loader(args: argparse.Namespace) -> dict[str, Any]:
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for _, (name, measure) in itertools.product(range(args.rounds), ways.items()):
             seconds[name].append(measure())
-        for name, measured in seconds.items():
+        for name, measured in seconds.items() if args.rounds else ():
             rate = round(1 / statistics.median(measured), 1)
             row = {"images_per_core_second": rate, "rounds": [round(1 / s, 1) for s in measured]}
             results["per_core"][name] = row
@@ -641,7 +641,7 @@ def main() -> None:
     sub = commands.add_parser("loader", help="how fast pictures are read")
     sub.add_argument("--files", type=Path, required=True, help="a folder of JPEGs")
     sub.add_argument("--repeat", type=int, default=100, help="times that each file stands in the training set")
-    sub.add_argument("--rounds", type=int, default=5)
+    sub.add_argument("--rounds", type=int, default=5, help="of the measurement per core; 0 = without it")
     sub.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     sub.add_argument("--batch", type=int, default=256)
     sub.add_argument("--batches", type=int, default=40)
