@@ -188,23 +188,65 @@ class DataConfig:
 
 @section
 class OptimizerConfig:
-    """The arguments of torch.optim.AdamW."""
+    """What updates the weights; None for what the named optimizer does not have."""
 
-    name: Literal["adamw"]
+    name: Literal["adamw", "sgd", "lamb"]
     lr: PositiveFloat
-    betas: tuple[Rate, Rate]
-    eps: PositiveFloat
+    betas: tuple[Rate, Rate] | None
+    eps: PositiveFloat | None
+    momentum: Rate | None
     weight_decay: NonNegativeFloat
+    layer_decay: Fraction | None
+
+    def __post_init__(self) -> None:
+        takes = ("momentum",) if self.name == "sgd" else ("betas", "eps")
+        for key in ("betas", "eps", "momentum"):
+            value = getattr(self, key)
+            if value is None and key in takes:
+                raise ConfigError(f"optimizer.{key}=null, but optimizer.name={self.name} needs a value: give one")
+            if value is not None and key not in takes:
+                value = list(value) if isinstance(value, tuple) else value
+                raise ConfigError(
+                    f"optimizer.{key}={value}: optimizer.name={self.name} takes {' and '.join(takes)}; set it to null"
+                )
 
 
 @section
 class LrSchedulerConfig:
     """The learning rate as a function of the step."""
 
-    name: Literal["cosine", "constant"]
+    name: Literal["cosine", "linear", "rsqrt", "constant"]
     num_warmup_steps: NonNegativeInt
+    warmup_start_lr: NonNegativeFloat
     num_training_steps: PositiveInt | None
+    num_cooldown_steps: NonNegativeInt
+    rsqrt_timescale: PositiveInt | None
     min_lr: NonNegativeFloat
+
+    def __post_init__(self) -> None:
+        name = f"lr_scheduler.name={self.name}"
+        if self.warmup_start_lr and not self.num_warmup_steps:
+            raise ConfigError(
+                f"lr_scheduler.warmup_start_lr={self.warmup_start_lr} has no meaning with "
+                "lr_scheduler.num_warmup_steps=0: set 0"
+            )
+        if self.name == "rsqrt" and self.rsqrt_timescale is None:
+            raise ConfigError(f"lr_scheduler.rsqrt_timescale=null, but {name} needs a value: 10000 is big_vision's")
+        if self.name != "rsqrt" and self.rsqrt_timescale is not None:
+            raise ConfigError(
+                f"lr_scheduler.rsqrt_timescale={self.rsqrt_timescale} has no meaning with {name}: set null"
+            )
+        if self.name in ("cosine", "linear"):
+            if self.num_cooldown_steps:
+                raise ConfigError(
+                    f"lr_scheduler.num_cooldown_steps={self.num_cooldown_steps} with {name}, which falls to min_lr by "
+                    "itself: set 0; for steps at min_lr after that make lr_scheduler.num_training_steps shorter"
+                )
+        elif self.min_lr and not self.num_cooldown_steps:
+            raise ConfigError(
+                f"lr_scheduler.min_lr={self.min_lr} has no meaning with {name}: set 0, or give "
+                "lr_scheduler.num_cooldown_steps"
+            )
 
 
 @section
@@ -215,11 +257,21 @@ class LossConfig:
 
 
 @section
+class EmaConfig:
+    """The exponential moving average of the weights, under the names of timm's ModelEmaV3."""
+
+    decay: Rate | None
+    use_warmup: bool
+    warmup_gamma: PositiveFloat
+    warmup_power: PositiveFloat
+
+
+@section
 class EvaluationConfig:
     """When to evaluate, and which number makes a checkpoint the best."""
 
     every_n_steps: PositiveInt | None
-    best_metric: Literal["val/top1", "val/top5", "val/loss"]
+    best_metric: Literal["val/top1", "val/top5", "val/loss", "val/ema_top1", "val/ema_loss"]
 
 
 @section
@@ -355,6 +407,7 @@ class Config:
     data: DataConfig
     optimizer: OptimizerConfig
     lr_scheduler: LrSchedulerConfig
+    ema: EmaConfig
     loss: LossConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
@@ -403,13 +456,19 @@ class Config:
                         f"model.{key}={width} with fp8_config.enabled=true: FP8 needs a multiple of 16; "
                         f"use {width // 16 * 16 or 16} or {(width // 16 + 1) * 16}"
                     )
+        if self.ema.decay is None and "ema_" in self.evaluation.best_metric:
+            raise ConfigError(
+                f"evaluation.best_metric={self.evaluation.best_metric} with ema.decay=null: give ema.decay a value, or "
+                "use val/top1"
+            )
         if self.lr_scheduler.min_lr > self.optimizer.lr:
             raise ConfigError(
                 f"lr_scheduler.min_lr={self.lr_scheduler.min_lr} is above optimizer.lr={self.optimizer.lr}: lower it"
             )
-        if self.lr_scheduler.name == "constant" and self.lr_scheduler.min_lr:
+        if self.lr_scheduler.warmup_start_lr > self.optimizer.lr:
             raise ConfigError(
-                f"lr_scheduler.min_lr={self.lr_scheduler.min_lr} has no meaning with lr_scheduler.name=constant: set 0"
+                f"lr_scheduler.warmup_start_lr={self.lr_scheduler.warmup_start_lr} is above "
+                f"optimizer.lr={self.optimizer.lr}: lower it"
             )
 
 

@@ -58,7 +58,7 @@ def main(cfg: Config) -> dict[str, float]:
         settle_buckets(model, cfg, device)
 
         # Restore, then train from there.
-        state = checkpoint.TrainState(model, optimizer, module.scaling)
+        state = checkpoint.TrainState(model, optimizer, module.scaling, cfg.ema)
         resumed = checkpoint.restore(state, cfg, session)
         loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image())

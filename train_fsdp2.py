@@ -59,8 +59,14 @@ def main(cfg: Config) -> dict[str, float]:
             model.set_requires_gradient_sync(is_last)
             return contextlib.nullcontext()
 
+        # Weights that stayed gathered (reshard_after_forward=false, after an evaluation) are stale once others are
+        # written into the shards.
+        def reshard() -> None:
+            for unit in (*model.shard_units(), model):
+                unit.reshard()
+
         # Restore, then train from there.
-        state = checkpoint.TrainState(model, optimizer, model.scaling)
+        state = checkpoint.TrainState(model, optimizer, model.scaling, cfg.ema, after_load=reshard)
         resumed = checkpoint.restore(state, cfg, session)
         loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, model.flops_per_image())

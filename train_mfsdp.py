@@ -76,8 +76,9 @@ def main(cfg: Config) -> dict[str, float]:
 
         # Restore, then train from there.
         install = model.install_optimized_model_weights
-        state = checkpoint.TrainState(model, optimizer, module.scaling, after_load=install)
-        preprocess_state_dict_for_uneven_dtensor(state.tensors(step=0)["optim"])  # moments learn where they lie, too
+        state = checkpoint.TrainState(model, optimizer, module.scaling, cfg.ema, after_load=install)
+        # Moments and averages learn where they lie, too.
+        preprocess_state_dict_for_uneven_dtensor({**state.tensors(step=0), "model": {}})
         resumed = checkpoint.restore(state, cfg, session)
         loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image())

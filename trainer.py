@@ -75,7 +75,7 @@ def train(
     start_step, best = resumed.step, resumed.best
     _introduce(run, cfg, session, start_step=start_step, total_steps=total_steps)
     normalize = Normalize(cfg, device)
-    parameters = list(run.state.weights.values())
+    parameters = [weight for weight in run.state.weights.values() if weight.requires_grad]
     metrics = MetricLogger(cfg, session, start_step=start_step, total_steps=total_steps, run_id=resumed.run_id)
     speed = Speed(session, images_per_step=cfg.global_batch_size, flops_per_image=run.flops_per_image)
     saver = checkpoint.Saver(run.state, cfg, session, run_id=resumed.run_id)
@@ -87,7 +87,7 @@ def train(
         is_last_step = step == total_steps
         lr = lr_at(step, cfg)
         for group in run.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
 
         # 1. Forward and backward: the gradient of k microbatches is that of one batch of the same images.
         loss = torch.zeros((), device=device)
@@ -108,6 +108,8 @@ def train(
         grad_norm = clip_grad_norm_(parameters, cfg.max_grad_norm)
         run.optimizer.step()
         run.optimizer.zero_grad()
+        if run.state.ema:
+            run.state.ema.update(step)
         is_bad = ~(loss.isfinite() & grad_norm.isfinite())
         first_bad_step = torch.where(is_bad & (first_bad_step == NEVER), step, first_bad_step)
         speed.steps += 1
@@ -129,6 +131,10 @@ def train(
         is_new_best = False
         if _is_due(step, cfg.evaluation.every_n_steps, is_last_step):
             result = evaluate(run.model, val_loader, normalize, device=device)
+            if run.state.ema:
+                with run.state.ema.in_model(run.state.after_load):
+                    averaged = evaluate(run.model, val_loader, normalize, device=device)
+                result |= {f"val/ema_{key}": averaged[f"val/{key}"] for key in ("loss", "top1")}
             metrics.write(step, result)
             metric = cfg.evaluation.best_metric
             is_new_best = _is_better(result[metric], best, metric)
@@ -204,7 +210,7 @@ def _is_better(value: float, best: dict[str, Any] | None, metric: str) -> bool:
     """Whether `value` beats the best result so far; a tie does not, NaN does not. Another metric starts anew."""
     if not math.isfinite(value) or best is None or best["metric"] != metric:
         return math.isfinite(value)
-    return value < best["value"] if metric == "val/loss" else value > best["value"]
+    return value < best["value"] if metric.endswith("loss") else value > best["value"]
 
 
 def _stop_if_not_finite(first_bad_step: torch.Tensor, saver: checkpoint.Saver) -> None:

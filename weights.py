@@ -188,11 +188,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_step(source: str, folder: Path) -> Source:
     state = _read_state(folder, "model", "classes")
     model = state["model"]
-    tensors = _read_step_weights(folder)
+    tensors, kind = _read_step_weights(folder)
     with _reading(folder / "state.json"):
         options = {key: model[key] for key in ("num_heads", "act_layer", "norm_eps")}
         img_size = model["img_size"]
-    description = source if folder == Path(source) else f"{source} ({folder.name})"
+    description = f"{source} ({kind})" if folder == Path(source) else f"{source} ({folder.name}, {kind})"
     return Source(tensors, _grid(img_size, tensors), description, options, tuple(state["classes"]))
 
 
@@ -205,18 +205,22 @@ def _read_state(folder: Path, *keys: str) -> dict[str, Any]:
     return state
 
 
-def _read_step_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of a step folder in one process; DCP reads nothing but what it is asked for."""
+def _read_step_weights(folder: Path, *, raw: bool = False) -> tuple[dict[str, Tensor], str]:
+    """The weights of a step folder in one process, and what they are; DCP reads nothing but what it is asked for.
+
+    Their moving average, if the run had one and `raw` does not ask for the weights themselves.
+    """
     with _reading(folder), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process's work
         entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        part = "ema" if not raw and any(key.startswith("ema.") for key in entries) else "model"
         tensors = {
-            key.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
+            key.removeprefix(f"{part}."): torch.empty(entry.size, dtype=entry.properties.dtype)
             for key, entry in entries.items()
-            if key.startswith("model.")
+            if key.startswith(f"{part}.")
         }
-        dcp.load({"model": tensors}, checkpoint_id=folder, no_dist=True)
-    return tensors
+        dcp.load({part: tensors}, checkpoint_id=folder, no_dist=True)
+    return tensors, {"ema": "EMA weights", "model": "weights"}[part]
 
 
 def _read_folder(source: str, folder: Path) -> Source:
@@ -469,10 +473,18 @@ def _some(names: Iterable[str], count: int = 3) -> str:
     return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
 
 
-def export_timm(step_folder: Path, target: Path) -> None:
+def export_timm(step_folder: Path, target: Path, *, raw: bool = False) -> str:
     """Write a step folder's weights as timm reads them: model.safetensors, and the config.json it builds from.
 
     `timm.create_model("local-dir:<target>", pretrained=True)` gives the trained model. `target` is replaced.
+
+    Args:
+        step_folder: of ours.
+        target: folder that is replaced.
+        raw: the weights themselves, also where there is a moving average of them.
+
+    Returns:
+        What was written: "EMA weights" or "weights".
 
     Raises:
         ConfigError: the checkpoint is damaged, or timm has no place for one of the model's options.
@@ -480,7 +492,9 @@ def export_timm(step_folder: Path, target: Path) -> None:
     state = _read_state(step_folder, "model", "classes", "data")
     if state["model"]["norm_eps"] != 1e-6:
         raise ConfigError(f"model.norm_eps={state['model']['norm_eps']} cannot be exported: timm's ViTs have 1e-6")
-    _write_folder(target, _read_step_weights(step_folder), {"config.json": _timm_config(state)})
+    tensors, kind = _read_step_weights(step_folder, raw=raw)
+    _write_folder(target, tensors, {"config.json": _timm_config(state)})
+    return kind
 
 
 def _timm_config(state: dict[str, Any]) -> dict[str, Any]:
@@ -508,7 +522,7 @@ def _timm_config(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def export_hugging_face(step_folder: Path, target: Path) -> None:
+def export_hugging_face(step_folder: Path, target: Path, *, raw: bool = False) -> str:
     """Write a step folder's weights as a ViTForImageClassification, with the image processor of our evaluation.
 
     Names are those of transformers 4, which 5 reads and writes as well. Its processors cut half a pixel off differently
@@ -517,6 +531,10 @@ def export_hugging_face(step_folder: Path, target: Path) -> None:
     Args:
         step_folder: of ours.
         target: folder that is replaced.
+        raw: the weights themselves, also where there is a moving average of them.
+
+    Returns:
+        What was written: "EMA weights" or "weights".
 
     Raises:
         ConfigError: the checkpoint is damaged, or Hugging Face's ViT cannot express one of the model's options.
@@ -527,9 +545,10 @@ def export_hugging_face(step_folder: Path, target: Path) -> None:
         if not has(model[key]):
             value = json.dumps(model[key]).strip('"')
             raise ConfigError(f"model.{key}={value} cannot be exported to Hugging Face: {why}; export to timm")
-    tensors = _to_hugging_face(_read_step_weights(step_folder))
+    tensors, kind = _read_step_weights(step_folder, raw=raw)
     files = {"config.json": _hugging_face_config(state), "preprocessor_config.json": _hugging_face_processor(state)}
-    _write_folder(target, tensors, files)
+    _write_folder(target, _to_hugging_face(tensors), files)
+    return kind
 
 
 def _to_hugging_face(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
