@@ -130,6 +130,11 @@ class ModelConfig:
     proj_drop_rate: Rate
     attn_drop_rate: Rate
     drop_path_rate: Rate
+    drop_path_schedule: Literal["linear", "constant"]
+    pos_embed: Literal["learn", "sincos"]
+    representation_size: PositiveInt | None
+    init_head_bias: float
+    freeze: Literal["backbone", "patch_embed"] | None
     act_layer: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
     norm_eps: PositiveFloat
     transformer_engine: bool
@@ -148,6 +153,10 @@ class ModelConfig:
             )
         if self.global_pool == "token" and not self.class_token:
             raise ConfigError("model.global_pool=token pools the class token: set model.class_token=true or pool avg")
+        if self.pos_embed == "sincos" and (self.embed_dim % 4 or self.embed_dim < 8):
+            raise ConfigError(
+                f"model.embed_dim={self.embed_dim} with model.pos_embed=sincos: use a multiple of 4, 8 or more"
+            )
         if int(self.embed_dim * self.mlp_ratio) < 1:
             raise ConfigError(f"model.mlp_ratio={self.mlp_ratio} leaves the MLP no width: use a larger one")
         if self.transformer_engine and self.act_layer == "gelu":
@@ -439,6 +448,11 @@ class Config:
                 f"model.norm_eps={self.model.norm_eps} cannot be exported, timm's ViTs have 1e-6: "
                 "set checkpoint.save_final_model=false"
             )
+        if self.checkpoint.save_final_model and self.checkpoint.ckpt_dir and self.model.representation_size:
+            raise ConfigError(
+                f"model.representation_size={self.model.representation_size} cannot be exported, timm's ViTs have a "
+                "linear head: set checkpoint.save_final_model=false"
+            )
         if self.model.transformer_engine and self.compile:
             raise ConfigError(
                 "compile=true with model.transformer_engine=true: torch.compile cannot see into TransformerEngine's "
@@ -527,6 +541,12 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
             f"{world_size}: leave one of them null"
         )
     if script == "train_mfsdp":
+        for key, is_frozen in (("freeze", cfg.model.freeze), ("pos_embed", cfg.model.pos_embed == "sincos")):
+            if is_frozen:
+                raise ConfigError(
+                    f"model.{key}={getattr(cfg.model, key)}: Megatron-FSDP keeps what is not trained in BF16 alone, "
+                    "and checkpoints would lose the rest; use train_fsdp2.py"
+                )
         if not torch.cuda.is_available():
             raise ConfigError(
                 "train_mfsdp.py needs a CUDA GPU (Megatron-FSDP has no CPU path): use train_fsdp2.py here"

@@ -43,6 +43,7 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 NESTS = ("model", "state_dict", "model_state_dict", "module")  # under which files of others keep the weights
 WRAPPERS = {"module", "_orig_mod", "model"}  # parts of names that DDP, torch.compile and Lightning add
 HEAD = ("head.weight", "head.bias")
+HIDDEN = ("pre_logits.fc.weight", "pre_logits.fc.bias")  # of a head with model.representation_size
 
 # A layer in timm -> the same in Hugging Face's ViT. The first name is transformers 4's, which 5 writes to files, too;
 # the second one is that of transformers 5's modules. q, k and v are the thirds of timm's attn.qkv.
@@ -86,6 +87,7 @@ HUGGING_FACE_LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "proj_bias": (lambda value: value, "its projections have biases"),
     "pre_norm": (lambda value: not value, "it has no norm after the embeddings"),
     "fc_norm": (lambda value: not value, "its norm is before the pooling"),
+    "representation_size": (lambda value: value is None, "its head is linear"),
 }
 
 
@@ -361,8 +363,8 @@ def fit(
     """What to copy into a model of `cfg`, as float32, and the names that stay as they were drawn.
 
     Position embeddings are resampled to the model's grid, and patch embeddings to its patch size, as timm does it. Only
-    the head may be left out, if the source has none or one for other classes; the same classes in another order have
-    its rows put in ours.
+    the head may be left out, if the source has none, one for other classes or one with another hidden layer; the same
+    classes in another order have its rows put in ours.
 
     Args:
         source: what `read` gave.
@@ -380,7 +382,11 @@ def fit(
         fresh = []
         rows = next((tensors[name].shape[:1] for name in HEAD if name in tensors), ())
         known = bool(source.classes and classes)
-        if tuple(rows) != (cfg.num_classes,) or (known and {*source.classes} != {*classes}):
+        hidden = tensors[HIDDEN[0]].shape[0] if HIDDEN[0] in tensors else None
+        if hidden != cfg.representation_size:
+            fresh = [name for name in (*HIDDEN, *HEAD) if name in wanted]
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in (*HIDDEN, *HEAD)}
+        elif tuple(rows) != (cfg.num_classes,) or (known and {*source.classes} != {*classes}):
             fresh = list(HEAD)
             tensors = {name: tensor for name, tensor in tensors.items() if name not in HEAD}
         elif known and source.classes != classes:
@@ -492,6 +498,11 @@ def export_timm(step_folder: Path, target: Path, *, raw: bool = False) -> str:
     state = _read_state(step_folder, "model", "classes", "data")
     if state["model"]["norm_eps"] != 1e-6:
         raise ConfigError(f"model.norm_eps={state['model']['norm_eps']} cannot be exported: timm's ViTs have 1e-6")
+    if size := state["model"].get("representation_size"):
+        raise ConfigError(
+            f"model.representation_size={size} cannot be exported: timm's ViTs have a linear head; fine-tune with "
+            "checkpoint.init_from and model.representation_size=null"
+        )
     tensors, kind = _read_step_weights(step_folder, raw=raw)
     _write_folder(target, tensors, {"config.json": _timm_config(state)})
     return kind
@@ -500,7 +511,8 @@ def export_timm(step_folder: Path, target: Path, *, raw: bool = False) -> str:
 def _timm_config(state: dict[str, Any]) -> dict[str, Any]:
     """What timm's `local-dir:` loader reads: architecture, the arguments that differ, and the evaluation's settings."""
     model, data = state["model"], state["data"]
-    ours_alone = {"norm_eps", "transformer_engine", "num_classes"}
+    ours_alone = {"norm_eps", "transformer_engine", "num_classes", "drop_path_schedule", "pos_embed"}
+    ours_alone |= {"representation_size", "init_head_bias", "freeze"}
     return {
         "architecture": "vit_base_patch16_224",  # timm's entry point; every argument is given below
         "num_classes": model["num_classes"],
@@ -542,7 +554,7 @@ def export_hugging_face(step_folder: Path, target: Path, *, raw: bool = False) -
     state = _read_state(step_folder, "model", "classes", "data")
     model = state["model"]
     for key, (has, why) in HUGGING_FACE_LIMITS.items():
-        if not has(model[key]):
+        if not has(model.get(key)):
             value = json.dumps(model[key]).strip('"')
             raise ConfigError(f"model.{key}={value} cannot be exported to Hugging Face: {why}; export to timm")
     tensors, kind = _read_step_weights(step_folder, raw=raw)

@@ -23,7 +23,14 @@ SMALL = (
 )
 ALL_TOKENS = "global_pool=map reg_tokens=4 qk_norm=true init_values=0.1 pre_norm=true fc_norm=true"
 DROPOUT = "drop_rate=0.2 pos_drop_rate=0.2 proj_drop_rate=0.2 attn_drop_rate=0.2 drop_path_rate=0.5"
-OURS_ALONE = {"norm_eps", "transformer_engine"}  # arguments that timm does not have
+OURS_ALONE = {
+    "norm_eps",
+    "transformer_engine",
+    "drop_path_schedule",
+    "pos_embed",
+    "representation_size",
+}  # arguments that timm does not have
+OURS_ALONE |= {"init_head_bias", "freeze"}
 POOLS = ("token", "avg", "map")
 # pool x class token x register tokens; the class token cannot be pooled where there is none
 TOKENS = [
