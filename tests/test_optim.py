@@ -44,12 +44,12 @@ def load_config(*overrides):
 
 
 def test_lamb_is_timms():
-    """Twenty steps: matrices that decay, one of them at zero, one without a gradient's sign, and a bias that does not."""
+    """Twenty steps: matrices that decay, one of them at zero first, and a bias that does not."""
     torch.manual_seed(0)
     starts = [torch.randn(5, 3), torch.zeros(2, 2), torch.randn(4)]
     sides = []
+    options = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6}
     for build in (lambda g: TimmLamb(g, max_grad_norm=None, **options), lambda g: Lamb(g, **options)):
-        options = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6}
         parameters = [nn.Parameter(start.clone()) for start in starts]
         groups = [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0}]
         sides.append((parameters, build(groups)))
@@ -81,7 +81,9 @@ def test_layers_have_timms_scales(pool):
     groups = param_groups(ours, ours.no_weight_decay(), 0.05, 0.75)
     found = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
     found = {name: found[id(p)] for name, p in ours.named_parameters()}
-    assert found == pytest.approx(wanted)
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert found[name] == pytest.approx(values), name
     assert len({scale for scale, _ in found.values()}) == 5  # before the blocks, three blocks, the head
 
 
@@ -321,7 +323,7 @@ def test_averages_resume_bit_for_bit(runs):
     for part in ("ema", "model", "optim"):
         assert_same(stored(folder, "ema-chain", 6, part), stored(folder, "ema-train_ddp", 6, part))
     for key in ("val/ema_loss", "val/loss", "train/loss"):
-        assert column(folder, "ema-chain", key)[-3:] == column(folder, "ema-train_ddp", key)[-3:]
+        assert column(folder, "ema-chain", key)[-2:] == column(folder, "ema-train_ddp", key)[-2:]
 
 
 def test_averaging_may_begin_and_end_with_a_resume(runs):
