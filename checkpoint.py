@@ -49,7 +49,7 @@ from weights import STEP_FOLDER
 logger = logging.getLogger(__name__)
 # Options of the model that change no weight and no logit in evaluation: a resumed run may change them.
 FREE_OPTIONS = {f"{where}drop_rate" for where in ("", "pos_", "patch_", "proj_", "attn_")}
-FREE_OPTIONS |= {"drop_path_rate", "drop_path_schedule", "init_head_bias", "transformer_engine"}
+FREE_OPTIONS |= {"drop_path_rate", "drop_path_schedule", "init_head_bias", "implementation", "transformer_engine"}
 
 
 class TrainState:

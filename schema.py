@@ -138,6 +138,7 @@ class ModelConfig:
     act_layer: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
     norm_eps: PositiveFloat
     transformer_engine: bool
+    implementation: Literal["ours", "timm"]
 
     def __post_init__(self) -> None:
         for side, patch in zip(pair(self.img_size), pair(self.patch_size), strict=True):
@@ -159,6 +160,16 @@ class ModelConfig:
             )
         if int(self.embed_dim * self.mlp_ratio) < 1:
             raise ConfigError(f"model.mlp_ratio={self.mlp_ratio} leaves the MLP no width: use a larger one")
+        for key, lacks in (
+            ("transformer_engine", self.transformer_engine),
+            ("representation_size", self.representation_size is not None),
+            ("drop_path_schedule", self.drop_path_schedule != "linear"),
+        ):
+            if lacks and self.implementation != "ours":
+                raise ConfigError(
+                    f"model.{key}={json.dumps(getattr(self, key))} with model.implementation={self.implementation}, "
+                    "which has no such thing: set model.implementation=ours"
+                )
         if self.transformer_engine and self.act_layer == "gelu":
             raise ConfigError(
                 "model.act_layer=gelu with model.transformer_engine=true: TransformerEngine's GELU is the tanh form; "
@@ -541,6 +552,11 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
             f"{world_size}: leave one of them null"
         )
     if script == "train_mfsdp":
+        if cfg.model.implementation != "ours":
+            raise ConfigError(
+                f"model.implementation={cfg.model.implementation}: Megatron-FSDP initialises module by module, which "
+                "timm's cannot; use train_fsdp2.py"
+            )
         for key, is_frozen in (("freeze", cfg.model.freeze), ("pos_embed", cfg.model.pos_embed == "sincos")):
             if is_frozen:
                 raise ConfigError(

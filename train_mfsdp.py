@@ -18,7 +18,7 @@ from distributed import dist_session
 from imagenet_dataset import build_loaders
 from optim import build_optimizer, inert
 from trainer import Run, train
-from vit import VisionTransformer, prepare_blocks
+from vit import build_model, prepare_blocks
 
 
 def main(cfg: Config) -> dict[str, float]:
@@ -41,7 +41,7 @@ def main(cfg: Config) -> dict[str, float]:
         # Recompute and compile come first, so that the library's hooks stay outside.
         sharded_weights = cfg.mfsdp.zero_dp_strategy != "no_shard"
         with torch.device("meta" if sharded_weights else device):
-            module = VisionTransformer(cfg.model, cfg.fp8_config).to(torch.bfloat16)
+            module = build_model(cfg.model, cfg.fp8_config).to(torch.bfloat16)
         prepare_blocks(module, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
         model = fully_shard_model(
             module,

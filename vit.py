@@ -370,6 +370,15 @@ class VisionTransformer(nn.Module):
         return 2.0 * (embed + cfg.depth * block + pool + head)
 
 
+def build_model(cfg: ModelConfig, fp8: Fp8Config) -> nn.Module:
+    """The model of the config, without values: `VisionTransformer`, or a reference that does as it does."""
+    if cfg.implementation == "ours":
+        return VisionTransformer(cfg, fp8)
+    from reference import TimmVisionTransformer  # which builds on this module
+
+    return TimmVisionTransformer(cfg)
+
+
 def freeze(model: nn.Module, cfg: ModelConfig) -> None:
     """Take the gradient from what cfg.freeze names; before wrapping, so that no strategy reduces or updates it."""
     for name, parameter in model.named_parameters():

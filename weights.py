@@ -45,6 +45,10 @@ WRAPPERS = {"module", "_orig_mod", "model"}  # parts of names that DDP, torch.co
 HEAD = ("head.weight", "head.bias")
 HIDDEN = ("pre_logits.fc.weight", "pre_logits.fc.bias")  # of a head with model.representation_size
 
+# Arguments of the model that timm lacks, or means otherwise; num_classes has a place of its own in timm's files.
+OURS_ALONE = {"norm_eps", "transformer_engine", "drop_path_schedule", "pos_embed", "representation_size"}
+OURS_ALONE |= {"init_head_bias", "freeze", "implementation", "num_classes"}
+
 # A layer in timm -> the same in Hugging Face's ViT. The first name is transformers 4's, which 5 writes to files, too;
 # the second one is that of transformers 5's modules. q, k and v are the thirds of timm's attn.qkv.
 HUGGING_FACE_BLOCK = {
@@ -511,14 +515,12 @@ def export_timm(step_folder: Path, target: Path, *, raw: bool = False) -> str:
 def _timm_config(state: dict[str, Any]) -> dict[str, Any]:
     """What timm's `local-dir:` loader reads: architecture, the arguments that differ, and the evaluation's settings."""
     model, data = state["model"], state["data"]
-    ours_alone = {"norm_eps", "transformer_engine", "num_classes", "drop_path_schedule", "pos_embed"}
-    ours_alone |= {"representation_size", "init_head_bias", "freeze"}
     return {
         "architecture": "vit_base_patch16_224",  # timm's entry point; every argument is given below
         "num_classes": model["num_classes"],
         "num_features": model["embed_dim"],
         "global_pool": model["global_pool"],
-        "model_args": {key: value for key, value in model.items() if key not in ours_alone},
+        "model_args": {key: value for key, value in model.items() if key not in OURS_ALONE},
         "pretrained_cfg": {
             "input_size": [model["in_chans"], *pair(model["img_size"])],
             "num_classes": model["num_classes"],

@@ -388,6 +388,20 @@ REFUSED = {
         "model.representation_size=96",
         "checkpoint.save_final_model=false",
     ),
+    "implementation": ("model.implementation=torch", "model.implementation='torch'", "'ours' or 'timm'"),
+    "TransformerEngine in timm": (
+        "model.implementation=timm model.transformer_engine=true",
+        "model.transformer_engine=true",
+        "model.implementation=timm",
+        "model.implementation=ours",
+    ),
+    "hidden layer in timm": ("model.implementation=timm model.representation_size=9", "representation_size=9", "ours"),
+    "constant drop path in timm": (
+        "model.implementation=timm model.drop_path_schedule=constant",
+        "model.drop_path_schedule=",
+        "constant",
+        "ours",
+    ),
     "freeze": ("model.freeze=blocks", "model.freeze='blocks'", "'backbone' or 'patch_embed'"),
     # Text that is no override.
     "no equals sign": ("optimizer.lr", "optimizer.lr"),
@@ -576,8 +590,11 @@ def test_megatron_fsdp_refuses_fp32(monkeypatch):
     assert "train_fsdp2.py" in text
 
 
-@pytest.mark.parametrize("values", [{"freeze": "backbone"}, {"freeze": "patch_embed"}, {"pos_embed": "sincos"}])
-def test_megatron_fsdp_refuses_what_is_not_trained(monkeypatch, values):
+@pytest.mark.parametrize(
+    "values",
+    [{"freeze": "backbone"}, {"freeze": "patch_embed"}, {"pos_embed": "sincos"}, {"implementation": "timm"}],
+)
+def test_megatron_fsdp_refuses_what_it_cannot_keep(monkeypatch, values):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cfg = with_values(axes(), model=values)
     (key, value), *_ = values.items()

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 import imagenet_dataset
 from ema import Ema
 from optim import Lamb, lr_at, param_groups
-from vit import VisionTransformer
+from vit import VisionTransformer, build_model
 
 SCRIPTS = ("train_ddp", "train_fsdp2")
 SGD = ["optimizer.name=sgd", "optimizer.betas=null", "optimizer.eps=null", "optimizer.momentum=0.9"]
@@ -208,6 +208,11 @@ def _tasks(pictures, folder):
         tasks.append(task(f"probe-{script}", script, "model.freeze=backbone", "ema.decay=0.5"))
         options = [*fixed, "checkpoint.save_final_model=false", "activation_checkpointing=true"]
         tasks.append(task(f"fixed-{script}", script, *options))
+        more = ["model.class_token=true", "model.reg_tokens=1", "model.init_values=0.1", "model.qk_norm=true"]
+        for kind in ("ours", "timm"):
+            tasks.append(task(f"{kind}-{script}", script, *more, f"model.implementation={kind}"))
+    tasks.append(task("timm-half", "train_fsdp2", *more, *HALF, "model.implementation=timm", output="timm-chain"))
+    tasks.append(task("timm-chain", "train_ddp", *more, output="timm-chain"))
     # The paper's second part: another head, higher resolution, SGD.
     tune = [*OPTIMIZERS["sgd"], "model.img_size=24", "model.class_token=true"]
     tune += [f"checkpoint.init_from={folder}/fixed-train_ddp/checkpoints", "num_train_steps=1", "optimizer.lr=1e-30"]
@@ -375,3 +380,17 @@ def test_fine_tuning_leaves_the_hidden_layer_of_the_head_behind(runs):
     assert tuned["head.weight"].shape == (6, 24)
     assert tuned["pos_embed"].shape == (1, 10, 24)
     torch.testing.assert_close(tuned["blocks.0.attn.qkv.weight"], raw["blocks.0.attn.qkv.weight"], rtol=0, atol=1e-20)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_reference_model_trains_as_ours(runs, script):
+    """timm's own model from the same start: the same curve, checkpoint and export, which ours goes on with."""
+    _, folder = runs(0)
+    for key in ("train/loss", "train/grad_norm"):
+        ours, theirs = (column(folder, f"{kind}-{script}", key) for kind in ("ours", "timm"))
+        assert theirs == pytest.approx(ours, abs=1e-5)
+    ours = weights(folder, f"ours-{script}")
+    assert_same(weights(folder, f"timm-{script}"), ours, 1e-5)
+    assert_same(weights(folder, "timm-chain"), ours, 1e-5)
+    cfg = load_config("model.implementation=timm")
+    assert isinstance(build_model(cfg.model, cfg.fp8_config), TimmViT)
