@@ -135,7 +135,10 @@ def test_every_data_group_composes(data, overrides):
 
 def test_there_is_a_case_for_every_group_option():
     assert {file.stem for file in (CONFIG / "data").glob("*.yaml")} == {"imagenet", "synthetic", "fashion_mnist_demo"}
-    assert {name for name in MODELS if not name.startswith("vit")} == {"micro"}  # L0_sanity's own
+    assert {name for name in MODELS if not name.startswith("vit")} == {
+        "micro",
+        "cifar10",
+    }  # of L0_sanity and cifar10_vit
 
 
 @pytest.mark.parametrize("primary", PRIMARY)
