@@ -138,7 +138,7 @@ def test_there_is_a_case_for_every_group_option():
     assert {name for name in MODELS if not name.startswith("vit")} == {
         "micro",
         "cifar10",
-    }  # of L0_sanity and cifar10_vit
+    }  # two configs' own
 
 
 @pytest.mark.parametrize("primary", PRIMARY)
