@@ -51,7 +51,7 @@ def runs(pictures, tmp_path_factory):
                 overrides.append("model.img_size=24")
             script = ("train_ddp", "train_fsdp2")[i % 2]
             tasks.append({"name": name, "script": script, "overrides": overrides, "config_name": name})
-        return run_tasks(tasks, nproc=2, folder=folder, strict=False), folder
+        return run_tasks(tasks, nproc=1, folder=folder, strict=False), folder
 
     return start
 

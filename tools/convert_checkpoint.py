@@ -50,7 +50,7 @@ def main() -> None:
     except (schema.ConfigError, OSError) as error:
         schema.exit_with(str(error))
     size = sum(file.stat().st_size for file in args.target.iterdir())
-    print(f"wrote {args.target} ({args.format}, {size / 2**20:.1f} MiB), the {kind} of {step_folder}")
+    print(f"wrote {args.target} ({args.format}, {size / 2**20:.1f} MiB, {kind}) from {step_folder}")
 
 
 if __name__ == "__main__":
