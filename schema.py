@@ -138,7 +138,7 @@ class ModelConfig:
     act_layer: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
     norm_eps: PositiveFloat
     transformer_engine: bool
-    implementation: Literal["ours", "timm"]
+    implementation: Literal["ours", "timm", "hf"]
 
     def __post_init__(self) -> None:
         for side, patch in zip(pair(self.img_size), pair(self.patch_size), strict=True):
@@ -524,6 +524,10 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
 
     import te
 
+    if cfg.model.implementation == "hf":
+        import reference
+
+        reference.check_hugging_face(cfg.model)
     if cfg.model.transformer_engine:
         if not torch.cuda.is_available():
             raise ConfigError("model.transformer_engine=true needs a CUDA GPU: set it to false here")
@@ -555,7 +559,7 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
         if cfg.model.implementation != "ours":
             raise ConfigError(
                 f"model.implementation={cfg.model.implementation}: Megatron-FSDP initialises module by module, which "
-                "timm's cannot; use train_fsdp2.py"
+                "this one cannot; use train_fsdp2.py"
             )
         for key, is_frozen in (("freeze", cfg.model.freeze), ("pos_embed", cfg.model.pos_embed == "sincos")):
             if is_frozen:

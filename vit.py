@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import te
 from distributed import local_slice, to_local
 from te import on_rows, transformer_engine
+from weights import from_hugging_face_name
 
 
 class LayerScale(TimmLayerScale):
@@ -130,8 +131,10 @@ TE_ACTIVATIONS = {"gelu_tanh": "gelu", "quick_gelu": "qgelu", "relu": "relu", "s
 
 
 def timm_name(name: str) -> str:
-    """A parameter's name in timm's model, whatever wrapper and whatever block holds it."""
+    """A parameter's name in timm's model, whatever wrapper, block or implementation holds it."""
     name = name.removeprefix("module.")  # DDP's and Megatron-FSDP's prefix
+    if name.startswith("hugging_face."):  # reference.HuggingFaceViT
+        return from_hugging_face_name(name.removeprefix("hugging_face."))
     parts = name.split(".", 2)
     if parts[0] == "blocks":
         parts[2] = TE_NAMES.get(parts[2], parts[2])
@@ -374,14 +377,15 @@ def build_model(cfg: ModelConfig, fp8: Fp8Config) -> nn.Module:
     """The model of the config, without values: `VisionTransformer`, or a reference that does as it does."""
     if cfg.implementation == "ours":
         return VisionTransformer(cfg, fp8)
-    from reference import TimmVisionTransformer  # which builds on this module
+    import reference  # which builds on this module
 
-    return TimmVisionTransformer(cfg)
+    return reference.TimmViT(cfg) if cfg.implementation == "timm" else reference.HuggingFaceViT(cfg)
 
 
 def freeze(model: nn.Module, cfg: ModelConfig) -> None:
     """Take the gradient from what cfg.freeze names; before wrapping, so that no strategy reduces or updates it."""
     for name, parameter in model.named_parameters():
+        name = timm_name(name)
         is_head = name.startswith(("head.", "pre_logits."))
         if (cfg.freeze == "backbone" and not is_head) or (cfg.freeze == "patch_embed" and name.startswith(cfg.freeze)):
             parameter.requires_grad_(False)

@@ -226,7 +226,7 @@ def _read_step_weights(folder: Path, *, raw: bool = False) -> tuple[dict[str, Te
             if key.startswith(f"{part}.")
         }
         dcp.load({part: tensors}, checkpoint_id=folder, no_dist=True)
-    return tensors, {"ema": "EMA weights", "model": "weights"}[part]
+    return _joined(tensors), {"ema": "EMA weights", "model": "weights"}[part]
 
 
 def _read_folder(source: str, folder: Path) -> Source:
@@ -312,25 +312,36 @@ def _plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def _from_hugging_face(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face's names to timm's; names of others, and those that timm lacks, stay. The pooler is left out."""
+def from_hugging_face_name(name: str) -> str:
+    """A parameter's name in timm, of one in Hugging Face's ViT; what timm lacks, and names of others, stay.
+
+    Queries, keys and values, which are thirds of timm's attn.qkv, become attn.q, attn.k and attn.v.
+    """
     rest = {theirs.removeprefix("vit."): ours for ours, theirs in HUGGING_FACE_REST.items()}
     layers = {theirs: ours for ours, names in HUGGING_FACE_BLOCK.items() for theirs in names}
+    short = name.removeprefix("vit.")
+    match = re.fullmatch(r"(?:encoder\.layer|layers)\.(\d+)\.(.+)\.(weight|bias)", short)
+    if match and match[2] in layers:
+        return f"blocks.{match[1]}.{layers[match[2]]}.{match[3]}"
+    return rest.get(short, name)
+
+
+def _from_hugging_face(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face's names to timm's; names of others, and those that timm lacks, stay. The pooler is left out."""
     if not any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in tensors):
         return tensors
-    renamed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        short = name.removeprefix("vit.")
-        match = re.fullmatch(r"(?:encoder\.layer|layers)\.(\d+)\.(.+)\.(weight|bias)", short)
-        if match and match[2] in layers:
-            renamed[f"blocks.{match[1]}.{layers[match[2]]}.{match[3]}"] = tensor
-        elif not short.startswith("pooler."):
-            renamed[rest.get(short, name)] = tensor
-    for name in [name for name in renamed if ".attn.q." in name]:
+    is_pooler = re.compile(r"(vit\.)?pooler\.").match
+    return _joined({from_hugging_face_name(name): tensor for name, tensor in tensors.items() if not is_pooler(name)})
+
+
+def _joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, with attn.q, attn.k and attn.v of a layer as timm's attn.qkv."""
+    joined = dict(tensors)
+    for name in [name for name in joined if ".attn.q." in name]:
         thirds = [name.replace(".attn.q.", f".attn.{part}.") for part in "qkv"]
-        if all(third in renamed for third in thirds):
-            renamed[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([renamed.pop(third) for third in thirds])
-    return renamed
+        if all(third in joined for third in thirds):
+            joined[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([joined.pop(third) for third in thirds])
+    return joined
 
 
 def _read_timm_model(source: str, name: str) -> Source:

@@ -391,7 +391,7 @@ REFUSED = {
         "model.representation_size=96",
         "checkpoint.save_final_model=false",
     ),
-    "implementation": ("model.implementation=torch", "model.implementation='torch'", "'ours' or 'timm'"),
+    "implementation": ("model.implementation=torch", "model.implementation='torch'", "'ours', 'timm' or 'hf'"),
     "TransformerEngine in timm": (
         "model.implementation=timm model.transformer_engine=true",
         "model.transformer_engine=true",
@@ -591,6 +591,18 @@ def test_megatron_fsdp_refuses_fp32(monkeypatch):
     text = error_of(schema.check_script, with_values(axes(), precision="fp32"), "train_mfsdp", 1)
     assert "precision=fp32" in text
     assert "train_fsdp2.py" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("global_pool", "avg"), ("reg_tokens", 2), ("init_values", 0.1), ("drop_path_rate", 0.1), ("pos_drop_rate", 0.1)],
+)
+def test_hugging_faces_model_refuses_what_it_cannot_be(key, value):
+    cfg = with_values(small(), model={"class_token": True, "global_pool": "token", "implementation": "hf"})
+    schema.check_script(cfg, "train_ddp", 1)
+    text = error_of(schema.check_script, with_values(cfg, model={key: value}), "train_ddp", 1)
+    assert f"model.{key}={value}" in text
+    assert "model.implementation=hf" in text
 
 
 @pytest.mark.parametrize(

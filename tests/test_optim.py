@@ -20,6 +20,7 @@ from timm.scheduler import CosineLRScheduler, PolyLRScheduler
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, load
+from transformers import ViTForImageClassification
 
 import imagenet_dataset
 from ema import Ema
@@ -214,6 +215,9 @@ def _tasks(pictures, folder):
         more = ["model.class_token=true", "model.reg_tokens=1", "model.init_values=0.1", "model.qk_norm=true"]
         for kind in ("ours", "timm"):
             tasks.append(task(f"{kind}-{script}", script, *more, f"model.implementation={kind}"))
+        for kind in ("ours", "hf"):
+            paper = ["model.class_token=true", "model.global_pool=token", f"model.implementation={kind}"]
+            tasks.append(task(f"paper-{kind}-{script}", script, *paper))
     tasks.append(task("timm-half", "train_fsdp2", *more, *HALF, "model.implementation=timm", output="timm-chain"))
     tasks.append(task("timm-chain", "train_ddp", *more, output="timm-chain"))
     hidden = ["model.representation_size=16", "checkpoint.save_final_model=false", "num_train_steps=1"]
@@ -407,7 +411,23 @@ def test_fine_tuning_leaves_the_hidden_layer_of_the_head_behind(runs):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_reference_model_trains_as_ours(runs, script):
+def test_hugging_faces_model_trains_as_ours(runs, script):
+    """Hugging Face's own from the same start: the same curve, and an export under timm's names."""
+    _, folder = runs(0)
+    for key in ("train/loss", "train/grad_norm"):
+        ours, theirs = (column(folder, f"paper-{kind}-{script}", key) for kind in ("ours", "hf"))
+        assert theirs == pytest.approx(ours, abs=1e-5)
+    assert_same(weights(folder, f"paper-hf-{script}"), weights(folder, f"paper-ours-{script}"), 1e-5)
+    assert "blocks.1.attn.k.weight" in stored(folder, f"paper-hf-{script}", 6, "model")
+    cfg = load_config("model.class_token=true", "model.global_pool=token", "model.implementation=hf").model
+    model = build_model(cfg, None)
+    assert isinstance(model.hugging_face, ViTForImageClassification)
+    assert len(model.shard_units()) == 2
+    assert model.flops_per_image() == VisionTransformer(cfg).flops_per_image()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_timms_model_trains_as_ours(runs, script):
     """timm's own model from the same start: the same curve, checkpoint and export, which ours goes on with."""
     _, folder = runs(0)
     for key in ("train/loss", "train/grad_norm"):
