@@ -205,19 +205,18 @@ def _tasks(pictures, folder):
     tasks.append(task("without", "train_fsdp2", "evaluation.every_n_steps=2"))
     tasks.append(task("ema-later-half", "train_fsdp2", *HALF, output="ema-later"))
     tasks.append(task("ema-later", "train_ddp", *EMA, output="ema-later"))
-    tasks.append(task("ema-off-half", "train_ddp", *EMA, *HALF, output="ema-off"))
-    tasks.append(task("ema-off", "train_fsdp2", "evaluation.every_n_steps=2", output="ema-off"))
+    tasks.append(task("ema-off", "train_fsdp2", *HALF, "num_train_steps=8", output="ema-later"))
     fixed = ["model.pos_embed=sincos", "model.class_token=true", "model.representation_size=16"]
     for script in SCRIPTS:
         tasks.append(task(f"probe-{script}", script, "model.freeze=backbone", "ema.decay=0.5"))
         options = [*fixed, "checkpoint.save_final_model=false", "activation_checkpointing=true"]
         tasks.append(task(f"fixed-{script}", script, *options))
         more = ["model.class_token=true", "model.reg_tokens=1", "model.init_values=0.1", "model.qk_norm=true"]
-        for kind in ("ours", "timm"):
-            tasks.append(task(f"{kind}-{script}", script, *more, f"model.implementation={kind}"))
-        for kind in ("ours", "hf"):
-            paper = ["model.class_token=true", "model.global_pool=token", f"model.implementation={kind}"]
-            tasks.append(task(f"paper-{kind}-{script}", script, *paper))
+        tasks.append(task(f"timm-{script}", script, *more, "model.implementation=timm"))
+        paper = ["model.class_token=true", "model.global_pool=token"]
+        tasks.append(task(f"hf-{script}", script, *paper, "model.implementation=hf"))
+    tasks.append(task("ours", "train_ddp", *more))
+    tasks.append(task("ours-paper", "train_ddp", *paper))
     tasks.append(task("timm-half", "train_fsdp2", *more, *HALF, "model.implementation=timm", output="timm-chain"))
     tasks.append(task("timm-chain", "train_ddp", *more, output="timm-chain"))
     hidden = ["model.representation_size=16", "checkpoint.save_final_model=false", "num_train_steps=1"]
@@ -365,9 +364,9 @@ def test_averaging_may_begin_and_end_with_a_resume(runs):
     assert_same(stored(folder, "ema-later", 6, "model"), weights(folder, "without"))
     assert "val/ema_loss" not in read_metrics(folder / "ema-later")[3]
     assert "val/ema_loss" in read_metrics(folder / "ema-later")[6]
-    assert "which ema.decay=null ignores" in (folder / "ema-off/train.log").read_text()
-    assert stored(folder, "ema-off", 6, "ema") == {}
-    assert_same(weights(folder, "ema-off"), weights(folder, "without"))
+    assert "which ema.decay=null ignores" in (folder / "ema-later/train.log").read_text()
+    assert stored(folder, "ema-later", 8, "ema") == {}
+    assert_same(weights(folder, "ema-later"), stored(folder, "ema-later", 8, "model"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -415,10 +414,10 @@ def test_hugging_faces_model_trains_as_ours(runs, script):
     """Hugging Face's own from the same start: the same curve, and an export under timm's names."""
     _, folder = runs(0)
     for key in ("train/loss", "train/grad_norm"):
-        ours, theirs = (column(folder, f"paper-{kind}-{script}", key) for kind in ("ours", "hf"))
+        ours, theirs = (column(folder, name, key) for name in ("ours-paper", f"hf-{script}"))
         assert theirs == pytest.approx(ours, abs=1e-5)
-    assert_same(weights(folder, f"paper-hf-{script}"), weights(folder, f"paper-ours-{script}"), 1e-5)
-    assert "blocks.1.attn.k.weight" in stored(folder, f"paper-hf-{script}", 6, "model")
+    assert_same(weights(folder, f"hf-{script}"), weights(folder, "ours-paper"), 1e-5)
+    assert "blocks.1.attn.k.weight" in stored(folder, f"hf-{script}", 6, "model")
     cfg = load_config("model.class_token=true", "model.global_pool=token", "model.implementation=hf").model
     model = build_model(cfg, None)
     assert isinstance(model.hugging_face, ViTForImageClassification)
@@ -431,9 +430,9 @@ def test_timms_model_trains_as_ours(runs, script):
     """timm's own model from the same start: the same curve, checkpoint and export, which ours goes on with."""
     _, folder = runs(0)
     for key in ("train/loss", "train/grad_norm"):
-        ours, theirs = (column(folder, f"{kind}-{script}", key) for kind in ("ours", "timm"))
+        ours, theirs = (column(folder, name, key) for name in ("ours", f"timm-{script}"))
         assert theirs == pytest.approx(ours, abs=1e-5)
-    ours = weights(folder, f"ours-{script}")
+    ours = weights(folder, "ours")
     assert_same(weights(folder, f"timm-{script}"), ours, 1e-5)
     assert_same(weights(folder, "timm-chain"), ours, 1e-5)
     cfg = load_config("model.implementation=timm")
