@@ -85,7 +85,11 @@ def test_layers_have_timms_scales(pool):
     found = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
     found = {name: found[id(p)] for name, p in ours.named_parameters()}
     assert found.keys() == wanted.keys()
+    stem = theirs.group_matcher()["stem"]
     for name, values in wanted.items():
+        # timm 1.0.29 counts these two with the last layers, 1.0.31 with what is before the blocks.
+        if name.startswith(("norm_pre", "reg_token")) and name.split(".")[0] not in stem:
+            values = (wanted["patch_embed.proj.weight"][0], values[1])
         assert found[name] == pytest.approx(values), name
     assert len({scale for scale, _ in found.values()}) == 5  # before the blocks, three blocks, the head
 
