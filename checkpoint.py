@@ -5,8 +5,9 @@
     <ckpt_dir>/best.json           step and value of the best validation metric; pruning spares that step
     <ckpt_dir>/final_model/        model.safetensors with timm's names, config.json that timm builds from
 
-One key space for all strategies: `model.<timm name>` and `optim.<timm name>.<exp_avg | exp_avg_sq | step>`; with FP8's
-delayed scaling also `fp8.<layer>.<scale | amax_history>_<fwd | bwd>`, which a run with other settings does without. The
+One key space for all strategies: `model.<timm name>` and `optim.<timm name>.<exp_avg | exp_avg_sq | step>` (SGD:
+`momentum_buffer`; frozen tensors have none); with EMA `ema.<timm name>`; with FP8's delayed scaling
+`fp8.<layer>.<scale | amax_history>_<fwd | bwd>`. A run with other settings of EMA or FP8 does without those two. The
 tensors handed to DCP are the live ones (DTensors where sharded), so a load writes straight into them, whatever strategy
 and world size wrote the files. Hyper-parameters come from the config, never from a checkpoint.
 
@@ -14,7 +15,7 @@ Where a run starts: from the newest checkpoint in ckpt_dir that is whole; withou
 gives weights only; without that, from drawn weights.
 """
 
-from schema import Config, ConfigError, RunError
+from schema import Config, ConfigError, EmaConfig, RunError
 
 import concurrent.futures
 import dataclasses
@@ -40,6 +41,7 @@ from torch.distributed.tensor import DTensor
 
 import weights
 from distributed import Session, local_slice, set_status, to_local, to_plain, together, write_json
+from ema import Ema
 from imagenet_dataset import sizes
 from vit import timm_name
 from weights import STEP_FOLDER
@@ -47,17 +49,18 @@ from weights import STEP_FOLDER
 logger = logging.getLogger(__name__)
 # Options of the model that change no weight and no logit in evaluation: a resumed run may change them.
 FREE_OPTIONS = {f"{where}drop_rate" for where in ("", "pos_", "patch_", "proj_", "attn_")}
-FREE_OPTIONS |= {"drop_path_rate", "transformer_engine"}
+FREE_OPTIONS |= {"drop_path_rate", "drop_path_schedule", "init_head_bias", "implementation", "transformer_engine"}
 
 
 class TrainState:
-    """The tensors of a run: weights under timm's names, the optimizer's state of each, FP8's scales."""
+    """The tensors of a run: weights under timm's names, their averages, the optimizer's state, FP8's scales."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scaling: dict[str, torch.Tensor],
+        ema: EmaConfig,
         *,
         after_load: Callable[[], None] = lambda: None,
     ) -> None:
@@ -67,22 +70,27 @@ class TrainState:
             model: the wrapped model.
             optimizer: with its state in being.
             scaling: the state of FP8's delayed scaling, the same on every rank; empty without.
+            ema: whether weights are averaged, and how.
             after_load: called once the weights were written, for strategies that compute with copies of them.
         """
         self.weights = {timm_name(name): parameter for name, parameter in model.named_parameters()}
         self.optimizer = optimizer
         self.scaling = scaling
+        self.ema = None if ema.decay is None else Ema(self.weights, ema)
         self.after_load = after_load
 
     def tensors(self, step: int) -> dict[str, Any]:
         """The live tensors, nested as DCP takes them."""
-        states = {name: self.optimizer.state[weight] for name, weight in self.weights.items()}
-        for name, weight in self.weights.items():
-            if to_local(weight).numel() == 0:
+        of = self.optimizer.state
+        states = {name: of[weight] for name, weight in self.weights.items() if of.get(weight)}
+        for name, state in states.items():
+            if "step" in state and to_local(self.weights[name]).numel() == 0:
                 # Megatron-FSDP gives an empty shard no gradient, so the optimizer skips it and its counter stands
                 # still; the counter is one for all ranks, and DCP takes any rank's.
-                states[name]["step"].fill_(step)
-        return {"model": self.weights, "optim": states} | ({"fp8": self.scaling} if self.scaling else {})
+                state["step"].fill_(step)
+        parts = {"model": self.weights, "optim": states, "fp8": self.scaling}
+        parts["ema"] = self.ema.averages if self.ema else {}
+        return {name: part for name, part in parts.items() if part}
 
     def num_bytes(self) -> int:
         """What a checkpoint of the whole job takes on the disk, in bytes."""
@@ -117,18 +125,28 @@ def restore(state: TrainState, cfg: Config, session: Session) -> Resumed:
     if found[0] is None:
         if cfg.checkpoint.init_from is not None:
             together(lambda: _init_from(state, cfg), error=ConfigError)
+            if state.ema:
+                state.ema.restart()
         return Resumed(0, _same_everywhere(uuid.uuid4().hex[:12]), None)
 
     folder, saved = found[0]
     tensors = state.tensors(saved["step"])
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     stored = {key: tuple(entry.size) for key, entry in metadata.items()}
+    has_ema = any(key.startswith("ema.") for key in stored)
+    if state.ema and not has_ema:
+        del tensors["ema"]
+        logger.info("%s has no moving average: it starts at the weights of step %d", folder, saved["step"])
+    elif has_ema and not state.ema:
+        logger.info("%s has a moving average, which ema.decay=null ignores", folder)
     _check_same(saved, stored, tensors, folder, cfg)
     if "fp8" in tensors and not _has_scaling(saved, stored, state.scaling, cfg):
         del tensors["fp8"]
         logger.warning("%s has no scales for this FP8 recipe: they are found anew in the first steps", folder)
     dcp.load(tensors, checkpoint_id=folder)
     state.after_load()
+    if state.ema and not has_ema:
+        state.ema.restart()
     if session.is_main:
         _write_best(folder.parent, saved["best"])
     logger.info("resumed from %s (step %d)", folder, saved["step"])
@@ -249,8 +267,13 @@ def _check_same(
         raise ConfigError(
             f"{folder} was written with optimizer.name={saved['optimizer']}, not {cfg.optimizer.name}: {advice}"
         )
-    stored = {key: shape for key, shape in stored.items() if not key.startswith("fp8.")}
-    wanted = {f"model.{name}": tuple(weight.shape) for name, weight in tensors["model"].items()}
+    ignored = ("fp8.",) if "ema" in tensors else ("fp8.", "ema.")
+    stored = {key: shape for key, shape in stored.items() if not key.startswith(ignored)}
+    wanted = {
+        f"{part}.{name}": tuple(weight.shape)
+        for part in ("model", "ema")
+        for name, weight in tensors.get(part, {}).items()
+    }
     for name, entries in tensors["optim"].items():
         wanted |= {f"optim.{name}.{key}": tuple(value.shape) for key, value in entries.items()}
     for key in sorted(stored.keys() | wanted.keys()):
@@ -484,5 +507,5 @@ def save_final_model(cfg: Config, *, replace: bool) -> None:
         return
     complete = complete_checkpoints(ckpt_dir)
     newest = complete[max(complete)]
-    weights.export_timm(newest, ckpt_dir / "final_model")
-    logger.info("wrote %s from %s", ckpt_dir / "final_model", newest.name)
+    kind = weights.export_timm(newest, ckpt_dir / "final_model")
+    logger.info("wrote %s, the %s of %s", ckpt_dir / "final_model", kind, newest.name)

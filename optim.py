@@ -16,43 +16,139 @@ from imagenet_dataset import num_train_steps
 from vit import timm_name
 
 
-def param_groups(model: nn.Module, no_weight_decay: set[str], weight_decay: float) -> list[dict]:
-    """Two groups: matrices (weights of linear layers and convolutions), which decay, and everything else.
+def param_groups(
+    model: nn.Module, no_weight_decay: set[str], weight_decay: float, layer_decay: float | None = None
+) -> list[dict]:
+    """Matrices (weights of linear layers and convolutions), which decay, and everything else; frozen tensors in none.
 
-    `no_weight_decay` names the tensors of two or more dimensions that are no matrices: tokens and positions.
+    With `layer_decay` two groups a layer, each with the share of the learning rate that it gets, its `lr_scale`: the
+    head's is 1, that of each layer below is `layer_decay` times that of the one above.
+
+    Args:
+        model: whose parameters they are, wrapped or not.
+        no_weight_decay: names of the tensors of two or more dimensions that are no matrices: tokens and positions.
+        weight_decay: of the matrices.
+        layer_decay: None = one layer.
     """
-    named = [(timm_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
-    decay = [p for name, p in named if p.ndim >= 2 and name not in no_weight_decay]
-    rest = [p for name, p in named if p.ndim < 2 or name in no_weight_decay]
-    return [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    named = [(timm_name(name), p) for name, p in model.named_parameters()]
+    depth = 1 + max(int(name.split(".")[1]) for name, _ in named if name.startswith("blocks."))
+    groups: dict[tuple[float, bool], dict] = {}
+    for name, parameter in named:
+        scale = 1.0 if layer_decay is None else layer_decay ** (depth + 1 - _layer(name, depth))
+        decays = parameter.ndim >= 2 and name not in no_weight_decay
+        group = {"params": [], "weight_decay": weight_decay if decays else 0.0, "lr_scale": scale}
+        if parameter.requires_grad:
+            groups.setdefault((scale, not decays), group)["params"].append(parameter)
+    return [groups[key] for key in sorted(groups)]
+
+
+def _layer(name: str, depth: int) -> int:
+    """0 for what is before the blocks, 1 to depth for the blocks, depth + 1 for the head: timm's count.
+
+    The last norm goes with the last block; what pools, and the norm after it, go with the head. Source: group_matcher
+    of timm.models.vision_transformer, param_groups_layer_decay of timm.optim, after BEiT (arXiv 2106.08254).
+    """
+    first = name.split(".")[0]
+    if first == "blocks":
+        return int(name.split(".")[1]) + 1
+    if first in ("cls_token", "reg_token", "pos_embed", "patch_embed", "norm_pre"):
+        return 0
+    return depth if first == "norm" else depth + 1
 
 
 def build_optimizer(model: nn.Module, cfg: Config, *, no_weight_decay: set[str]) -> torch.optim.Optimizer:
-    """AdamW over the (sharded) parameters of `model`; call it after sharding."""
-    groups = param_groups(model, no_weight_decay, cfg.optimizer.weight_decay)
-    device_type = groups[0]["params"][0].device.type
-    optimizer = torch.optim.AdamW(
-        groups,
-        lr=cfg.optimizer.lr,
-        betas=cfg.optimizer.betas,
-        eps=cfg.optimizer.eps,
-        fused=device_type == "cuda",  # one kernel for all tensors; on a CPU torch's plain loop
-    )
+    """The optimizer of the config, over the (sharded) parameters of `model` that train; call it after sharding."""
+    options = cfg.optimizer
+    groups = param_groups(model, no_weight_decay, options.weight_decay, options.layer_decay)
+    on_cuda = groups[0]["params"][0].device.type == "cuda"  # one kernel for many tensors; on a CPU torch's plain loop
+    if options.name == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, foreach=on_cuda)
+    elif options.name == "lamb":
+        optimizer = Lamb(groups, lr=options.lr, betas=options.betas, eps=options.eps)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=on_cuda)
     _create_state(optimizer)
     return optimizer
 
 
+class Lamb(torch.optim.Optimizer):
+    """LAMB (arXiv 1904.00962), to the numbers of timm.optim.Lamb without its gradient clipping, which is the loop's.
+
+    A tensor's update is scaled to the norm of the whole tensor, over all ranks that hold a part of it. timm's asks each
+    DTensor for that, one collective a norm: a rank with an empty shard, whose gradient Megatron-FSDP leaves at None,
+    would skip it and hang the others. Here all norms travel in one all-reduce, in which every rank takes part. Tensors
+    without weight decay are not scaled, as in timm's and in NVIDIA's FusedLAMB.
+    """
+
+    def __init__(self, groups: list[dict], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One update."""
+        scaled: list[tuple[nn.Parameter, torch.Tensor | None, float]] = []  # parameter, update, learning rate
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not (state := self.state[parameter]):
+                    state |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                    state["step"] = torch.zeros(())
+                state["step"] += 1  # on the host; an empty shard counts, too
+            present = [p for p in group["params"] if p.grad is not None]
+            updates = dict(zip(present, self._updates(present, group), strict=True))
+            if group["weight_decay"]:
+                scaled += [(p, updates.get(p), group["lr"]) for p in group["params"]]
+            elif present:
+                torch._foreach_add_([to_local(p) for p in present], list(updates.values()), alpha=-group["lr"])
+        ratios = self._trust_ratios([p for p, *_ in scaled], [update for _, update, _ in scaled])
+        for (parameter, update, lr), ratio in zip(scaled, ratios, strict=True):
+            if update is not None:
+                to_local(parameter).sub_(update.mul_(ratio), alpha=lr)
+
+    def _updates(self, parameters: list[nn.Parameter], group: dict) -> list[torch.Tensor]:
+        """This rank's part of what AdamW would subtract, weight decay included, before the learning rate."""
+        if not parameters:
+            return []
+        weights, grads = [to_local(p) for p in parameters], [to_local(p.grad) for p in parameters]
+        averages, squares = ([to_local(self.state[p][k]) for p in parameters] for k in ("exp_avg", "exp_avg_sq"))
+        (beta1, beta2), step = group["betas"], self.state[parameters[0]]["step"].item()
+        torch._foreach_lerp_(averages, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_div_(roots, math.sqrt(1 - beta2**step))
+        torch._foreach_add_(roots, group["eps"])
+        updates = torch._foreach_div(averages, 1 - beta1**step)
+        torch._foreach_div_(updates, roots)
+        torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+        return updates
+
+    def _trust_ratios(self, parameters: list[nn.Parameter], updates: list[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Norm of each weight over the norm of its update, 1 where one of them is 0; float32 scalars."""
+        if not parameters:
+            return []
+        weights = [to_local(p) for p in parameters]
+        updates = [w.new_zeros(0) if update is None else update for w, update in zip(weights, updates, strict=True)]
+        squares = torch.stack(torch._foreach_norm(weights + updates, 2, torch.float64)).square().view(2, -1)
+        is_cut = torch.tensor([isinstance(p, DTensor) for p in parameters], device=squares.device)
+        total = squares * is_cut
+        for group in _shard_groups(parameters):
+            dist.all_reduce(total, group=group)
+        norms = (total + squares * ~is_cut).sqrt()
+        return (norms[0] / norms[1]).where((norms > 0).all(dim=0), 1.0).float().unbind()
+
+
 @contextlib.contextmanager
 def inert(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Steps taken inside leave the weights as they are, bit for bit, and do not count: rate 0, counters back."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    """Steps taken inside, of zero gradients, leave the weights and the state as they are, bit for bit."""
+    kept = [{key: group[key] for key in ("lr", "weight_decay")} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        group |= {"lr": 0.0, "weight_decay": 0.0}  # SGD's momentum and LAMB's update take up the decay
     yield
-    for group, lr in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = lr
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        group |= values
     for state in optimizer.state.values():
-        state["step"].zero_()
+        if "step" in state:
+            state["step"].zero_()
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
@@ -68,17 +164,34 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
 def lr_at(step: int, cfg: Config) -> float:
     """Learning rate of update number `step`, 1 being the first: a function of the step and the config alone.
 
-    Linear warmup lr x step / num_warmup_steps, then half a cosine that reaches min_lr at the schedule's last step
-    (Loshchilov and Hutter, arXiv 1608.03983, without restarts); past its end, min_lr.
+    Linear warmup from warmup_start_lr at step 0 to lr at step num_warmup_steps; then, until the schedule's last step:
+
+    - cosine: half a cosine down to min_lr (arXiv 1608.03983, without restarts)
+    - linear: a straight line down to min_lr
+    - rsqrt: lr / sqrt(1 + steps since the warmup / rsqrt_timescale) (arXiv 2106.04560; big_vision's utils.py)
+    - constant: lr
+
+    The last two fall in a straight line over the last num_cooldown_steps steps, what is above min_lr to 0. Past the
+    schedule's end all stay where they are; without a cooldown rsqrt and constant have no end.
     """
     schedule, peak = cfg.lr_scheduler, cfg.optimizer.lr
-    if step <= schedule.num_warmup_steps:
-        return peak * step / schedule.num_warmup_steps
-    if schedule.name == "constant":
-        return peak
     length = schedule.num_training_steps or num_train_steps(cfg)
-    progress = min((step - schedule.num_warmup_steps) / max(length - schedule.num_warmup_steps, 1), 1.0)
-    return schedule.min_lr + (peak - schedule.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+    since_warmup = step - schedule.num_warmup_steps
+    if since_warmup <= 0:
+        start = schedule.warmup_start_lr
+        lr = start + (peak - start) * step / schedule.num_warmup_steps if since_warmup else peak
+    elif schedule.name == "rsqrt":
+        lr = peak / math.sqrt(1 + since_warmup / schedule.rsqrt_timescale)
+    elif schedule.name == "constant":
+        lr = peak
+    else:
+        progress = min(since_warmup / max(length - schedule.num_warmup_steps, 1), 1.0)
+        left = 1 - progress if schedule.name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return schedule.min_lr + (peak - schedule.min_lr) * left
+    if schedule.num_cooldown_steps:
+        left = min(max(length - step, 0) / schedule.num_cooldown_steps, 1.0)
+        lr = schedule.min_lr + (lr - schedule.min_lr) * left
+    return lr
 
 
 @torch.no_grad()

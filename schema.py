@@ -146,9 +146,15 @@ class ModelConfig:
     proj_drop_rate: Rate
     attn_drop_rate: Rate
     drop_path_rate: Rate
+    drop_path_schedule: Literal["linear", "constant"]
+    pos_embed: Literal["learn", "sincos"]
+    representation_size: PositiveInt | None
+    init_head_bias: float
+    freeze: Literal["backbone", "patch_embed"] | None
     act_layer: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
     norm_eps: PositiveFloat
     transformer_engine: bool
+    implementation: Literal["ours", "timm", "hf"]
 
     def __post_init__(self) -> None:
         for side, patch in zip(pair(self.img_size), pair(self.patch_size), strict=True):
@@ -164,8 +170,22 @@ class ModelConfig:
             )
         if self.global_pool == "token" and not self.class_token:
             raise ConfigError("model.global_pool=token pools the class token: set model.class_token=true or pool avg")
+        if self.pos_embed == "sincos" and (self.embed_dim % 4 or self.embed_dim < 8):
+            raise ConfigError(
+                f"model.embed_dim={self.embed_dim} with model.pos_embed=sincos: use a multiple of 4, 8 or more"
+            )
         if int(self.embed_dim * self.mlp_ratio) < 1:
             raise ConfigError(f"model.mlp_ratio={self.mlp_ratio} leaves the MLP no width: use a larger one")
+        for key, lacks in (
+            ("transformer_engine", self.transformer_engine),
+            ("representation_size", self.representation_size is not None),
+            ("drop_path_schedule", self.drop_path_schedule != "linear"),
+        ):
+            if lacks and self.implementation != "ours":
+                raise ConfigError(
+                    f"model.{key}={json.dumps(getattr(self, key))} with model.implementation={self.implementation}, "
+                    "which has no such thing: set model.implementation=ours"
+                )
         if self.transformer_engine and self.act_layer == "gelu":
             raise ConfigError(
                 "model.act_layer=gelu with model.transformer_engine=true: TransformerEngine's GELU is the tanh form; "
@@ -278,23 +298,65 @@ class DataConfig:
 
 @section
 class OptimizerConfig:
-    """The arguments of torch.optim.AdamW."""
+    """What updates the weights; None for what the named optimizer does not have."""
 
-    name: Literal["adamw"]
+    name: Literal["adamw", "sgd", "lamb"]
     lr: PositiveFloat
-    betas: tuple[Rate, Rate]
-    eps: PositiveFloat
+    betas: tuple[Rate, Rate] | None
+    eps: PositiveFloat | None
+    momentum: Rate | None
     weight_decay: NonNegativeFloat
+    layer_decay: Fraction | None
+
+    def __post_init__(self) -> None:
+        takes = ("momentum",) if self.name == "sgd" else ("betas", "eps")
+        for key in ("betas", "eps", "momentum"):
+            value = getattr(self, key)
+            if value is None and key in takes:
+                raise ConfigError(f"optimizer.{key}=null, but optimizer.name={self.name} needs a value: give one")
+            if value is not None and key not in takes:
+                value = list(value) if isinstance(value, tuple) else value
+                raise ConfigError(
+                    f"optimizer.{key}={value}: optimizer.name={self.name} takes {' and '.join(takes)}; set it to null"
+                )
 
 
 @section
 class LrSchedulerConfig:
     """The learning rate as a function of the step."""
 
-    name: Literal["cosine", "constant"]
+    name: Literal["cosine", "linear", "rsqrt", "constant"]
     num_warmup_steps: NonNegativeInt
+    warmup_start_lr: NonNegativeFloat
     num_training_steps: PositiveInt | None
+    num_cooldown_steps: NonNegativeInt
+    rsqrt_timescale: PositiveInt | None
     min_lr: NonNegativeFloat
+
+    def __post_init__(self) -> None:
+        name = f"lr_scheduler.name={self.name}"
+        if self.warmup_start_lr and not self.num_warmup_steps:
+            raise ConfigError(
+                f"lr_scheduler.warmup_start_lr={self.warmup_start_lr} has no meaning with "
+                "lr_scheduler.num_warmup_steps=0: set 0"
+            )
+        if self.name == "rsqrt" and self.rsqrt_timescale is None:
+            raise ConfigError(f"lr_scheduler.rsqrt_timescale=null, but {name} needs a value: 10000 is big_vision's")
+        if self.name != "rsqrt" and self.rsqrt_timescale is not None:
+            raise ConfigError(
+                f"lr_scheduler.rsqrt_timescale={self.rsqrt_timescale} has no meaning with {name}: set null"
+            )
+        if self.name in ("cosine", "linear"):
+            if self.num_cooldown_steps:
+                raise ConfigError(
+                    f"lr_scheduler.num_cooldown_steps={self.num_cooldown_steps} with {name}, which falls to min_lr by "
+                    "itself: set 0; for steps at min_lr after that make lr_scheduler.num_training_steps shorter"
+                )
+        elif self.min_lr and not self.num_cooldown_steps:
+            raise ConfigError(
+                f"lr_scheduler.min_lr={self.min_lr} has no meaning with {name}: set 0, or give "
+                "lr_scheduler.num_cooldown_steps"
+            )
 
 
 @section
@@ -317,11 +379,21 @@ class LossConfig:
 
 
 @section
+class EmaConfig:
+    """The exponential moving average of the weights, under the names of timm's ModelEmaV3."""
+
+    decay: Rate | None
+    use_warmup: bool
+    warmup_gamma: PositiveFloat
+    warmup_power: PositiveFloat
+
+
+@section
 class EvaluationConfig:
     """When to evaluate, and which number makes a checkpoint the best."""
 
     every_n_steps: PositiveInt | None
-    best_metric: Literal["val/top1", "val/top5", "val/loss"]
+    best_metric: Literal["val/top1", "val/top5", "val/loss", "val/ema_top1", "val/ema_loss"]
 
 
 @section
@@ -492,6 +564,7 @@ class Config:
     data: DataConfig
     optimizer: OptimizerConfig
     lr_scheduler: LrSchedulerConfig
+    ema: EmaConfig
     loss: LossConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
@@ -541,6 +614,11 @@ class Config:
                 f"model.norm_eps={self.model.norm_eps} cannot be exported, timm's ViTs have 1e-6: "
                 "set checkpoint.save_final_model=false"
             )
+        if self.checkpoint.save_final_model and self.checkpoint.ckpt_dir and self.model.representation_size:
+            raise ConfigError(
+                f"model.representation_size={self.model.representation_size} cannot be exported, timm's ViTs have a "
+                "linear head: set checkpoint.save_final_model=false"
+            )
         if self.model.transformer_engine and self.compile:
             raise ConfigError(
                 "compile=true with model.transformer_engine=true: torch.compile cannot see into TransformerEngine's "
@@ -558,13 +636,19 @@ class Config:
                         f"model.{key}={width} with fp8_config.enabled=true: FP8 needs a multiple of 16; "
                         f"use {width // 16 * 16 or 16} or {(width // 16 + 1) * 16}"
                     )
+        if self.ema.decay is None and "ema_" in self.evaluation.best_metric:
+            raise ConfigError(
+                f"evaluation.best_metric={self.evaluation.best_metric} with ema.decay=null: give ema.decay a value, or "
+                "use val/top1"
+            )
         if self.lr_scheduler.min_lr > self.optimizer.lr:
             raise ConfigError(
                 f"lr_scheduler.min_lr={self.lr_scheduler.min_lr} is above optimizer.lr={self.optimizer.lr}: lower it"
             )
-        if self.lr_scheduler.name == "constant" and self.lr_scheduler.min_lr:
+        if self.lr_scheduler.warmup_start_lr > self.optimizer.lr:
             raise ConfigError(
-                f"lr_scheduler.min_lr={self.lr_scheduler.min_lr} has no meaning with lr_scheduler.name=constant: set 0"
+                f"lr_scheduler.warmup_start_lr={self.lr_scheduler.warmup_start_lr} is above "
+                f"optimizer.lr={self.optimizer.lr}: lower it"
             )
 
 
@@ -602,6 +686,10 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
         if is_on and not _is_importable(package):
             switch = key.split("=")[0] + ("=disabled" if package == "wandb" else "=false")
             raise ConfigError(f"{key}, but {package} is not installed: pip install {package}, or set {switch}")
+    if cfg.model.implementation == "hf":
+        import reference
+
+        reference.check_hugging_face(cfg.model)
     if cfg.model.transformer_engine:
         if not torch.cuda.is_available():
             raise ConfigError("model.transformer_engine=true needs a CUDA GPU: set it to false here")
@@ -638,6 +726,17 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
             f"{world_size}: leave one of them null"
         )
     if script == "train_mfsdp":
+        if cfg.model.implementation != "ours":
+            raise ConfigError(
+                f"model.implementation={cfg.model.implementation}: Megatron-FSDP initialises module by module, which "
+                "this one cannot; use train_fsdp2.py"
+            )
+        for key, is_frozen in (("freeze", cfg.model.freeze), ("pos_embed", cfg.model.pos_embed == "sincos")):
+            if is_frozen:
+                raise ConfigError(
+                    f"model.{key}={getattr(cfg.model, key)}: Megatron-FSDP keeps what is not trained in BF16 alone, "
+                    "and checkpoints would lose the rest; use train_fsdp2.py"
+                )
         if not torch.cuda.is_available():
             raise ConfigError(
                 "train_mfsdp.py needs a CUDA GPU (Megatron-FSDP has no CPU path): use train_fsdp2.py here"

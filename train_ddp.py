@@ -20,7 +20,7 @@ from distributed import dist_session
 from imagenet_dataset import build_loaders
 from optim import build_optimizer
 from trainer import Run, train
-from vit import VisionTransformer, prepare_blocks
+from vit import build_model, prepare_blocks
 
 
 def main(cfg: Config) -> dict[str, float]:
@@ -33,7 +33,7 @@ def main(cfg: Config) -> dict[str, float]:
         # Model: FP32 weights on the device, BF16 by autocast in the forward pass. Recompute and compile come before
         # the wrapper, so that its hooks stay outside.
         with device:
-            module = VisionTransformer(cfg.model, cfg.fp8_config)
+            module = build_model(cfg.model, cfg.fp8_config)
         module.init_weights(cfg.seed)
         prepare_blocks(module, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
@@ -58,7 +58,7 @@ def main(cfg: Config) -> dict[str, float]:
         settle_buckets(model, cfg, device)
 
         # Restore, then train from there.
-        state = checkpoint.TrainState(model, optimizer, module.scaling)
+        state = checkpoint.TrainState(model, optimizer, module.scaling, cfg.ema)
         resumed = checkpoint.restore(state, cfg, session)
         loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image())

@@ -20,7 +20,7 @@ from distributed import dist_session
 from imagenet_dataset import build_loaders
 from optim import build_optimizer
 from trainer import Run, train
-from vit import VisionTransformer, prepare_blocks
+from vit import build_model, prepare_blocks
 
 
 def main(cfg: Config) -> dict[str, float]:
@@ -35,7 +35,7 @@ def main(cfg: Config) -> dict[str, float]:
         # Model: built without storage, sharded block by block and then the rest, and only then given storage and
         # weights: no rank ever holds the whole. Recompute and compile come first, so that FSDP's hooks stay outside.
         with torch.device("meta"):
-            model = VisionTransformer(cfg.model, cfg.fp8_config)
+            model = build_model(cfg.model, cfg.fp8_config)
         prepare_blocks(model, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
         options = {
             "mesh": mesh if outer > 1 else mesh["dp_shard"],
@@ -59,8 +59,14 @@ def main(cfg: Config) -> dict[str, float]:
             model.set_requires_gradient_sync(is_last)
             return contextlib.nullcontext()
 
+        # Weights that stayed gathered (reshard_after_forward=false, after an evaluation) are stale once others are
+        # written into the shards.
+        def reshard() -> None:
+            for unit in (*model.shard_units(), model):
+                unit.reshard()
+
         # Restore, then train from there.
-        state = checkpoint.TrainState(model, optimizer, model.scaling)
+        state = checkpoint.TrainState(model, optimizer, model.scaling, cfg.ema, after_load=reshard)
         resumed = checkpoint.restore(state, cfg, session)
         loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, model.flops_per_image())

@@ -18,7 +18,7 @@ from distributed import dist_session
 from imagenet_dataset import build_loaders
 from optim import build_optimizer, inert
 from trainer import Run, train
-from vit import VisionTransformer, prepare_blocks
+from vit import build_model, prepare_blocks
 
 
 def main(cfg: Config) -> dict[str, float]:
@@ -41,7 +41,7 @@ def main(cfg: Config) -> dict[str, float]:
         # Recompute and compile come first, so that the library's hooks stay outside.
         sharded_weights = cfg.mfsdp.zero_dp_strategy != "no_shard"
         with torch.device("meta" if sharded_weights else device):
-            module = VisionTransformer(cfg.model, cfg.fp8_config).to(torch.bfloat16)
+            module = build_model(cfg.model, cfg.fp8_config).to(torch.bfloat16)
         prepare_blocks(module, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
         model = fully_shard_model(
             module,
@@ -76,8 +76,9 @@ def main(cfg: Config) -> dict[str, float]:
 
         # Restore, then train from there.
         install = model.install_optimized_model_weights
-        state = checkpoint.TrainState(model, optimizer, module.scaling, after_load=install)
-        preprocess_state_dict_for_uneven_dtensor(state.tensors(step=0)["optim"])  # moments learn where they lie, too
+        state = checkpoint.TrainState(model, optimizer, module.scaling, cfg.ema, after_load=install)
+        # Moments and averages learn where they lie, too.
+        preprocess_state_dict_for_uneven_dtensor({**state.tensors(step=0), "model": {}})
         resumed = checkpoint.restore(state, cfg, session)
         loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image())

@@ -79,7 +79,7 @@ def train(
     _introduce(run, cfg, session, start_step=start_step, total_steps=total_steps)
     shared_memory.warn_if_small(cfg, session)
     normalize, mixup = Normalize(cfg, device), Mixup(cfg)
-    parameters = list(run.state.weights.values())
+    parameters = [weight for weight in run.state.weights.values() if weight.requires_grad]
     metrics = MetricLogger(cfg, session, start_step=start_step, total_steps=total_steps, run_id=resumed.run_id)
     speed = Speed(
         session,
@@ -96,7 +96,7 @@ def train(
     batches = iter(train_loader)
     done, is_unscored = start_step, resumed.is_unscored
     if is_unscored:  # the run was stopped in the evaluation of that step
-        result = evaluate(run.model, val_loader, normalize, device=device, is_stopped=session.stop.agreed)
+        result = score(run, val_loader, normalize, device=device, is_stopped=session.stop.agreed)
         is_unscored = result is None
         if not is_unscored:
             metrics.write(start_step, result)
@@ -111,7 +111,7 @@ def train(
         is_last_step = step == total_steps
         lr = lr_at(step, cfg)
         for group in run.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
 
         # 1. Forward and backward: the gradient of k microbatches is that of one batch of the same images.
         loss = torch.zeros((), device=device)
@@ -133,6 +133,8 @@ def train(
         grad_norm = clip_grad_norm_(parameters, cfg.max_grad_norm)
         run.optimizer.step()
         run.optimizer.zero_grad()
+        if run.state.ema:
+            run.state.ema.update(step)
         is_bad = ~(loss.isfinite() & grad_norm.isfinite())
         first_bad_step = torch.where(is_bad & (first_bad_step == NEVER), step, first_bad_step)
         done = step
@@ -154,7 +156,7 @@ def train(
         # 4. Evaluate, then save: a step's checkpoint knows its score, and a new best always has one.
         is_new_best = False
         if _is_due(step, cfg.evaluation.every_n_steps, is_last_step):
-            result = evaluate(run.model, val_loader, normalize, device=device, is_stopped=session.stop.agreed)
+            result = score(run, val_loader, normalize, device=device, is_stopped=session.stop.agreed)
             is_unscored = result is None
             if is_unscored:
                 break
@@ -185,6 +187,16 @@ def train(
     metrics.close(done, best)
     set_status(session, "running", done)
     return metrics.last
+
+
+def score(run: Run, loader: DataLoader, normalize: "Normalize", **options: Any) -> dict[str, float | int] | None:
+    """`evaluate` of the weights and, with EMA, of their averages; None if either was stopped."""
+    result = evaluate(run.model, loader, normalize, **options)
+    if result is None or run.state.ema is None:
+        return result
+    with run.state.ema.in_model(run.state.after_load):
+        averaged = evaluate(run.model, loader, normalize, **options)
+    return averaged and result | {f"val/ema_{key}": averaged[f"val/{key}"] for key in ("loss", "top1")}
 
 
 @torch.no_grad()
@@ -267,7 +279,7 @@ def _is_better(value: float, best: dict[str, Any] | None, metric: str) -> bool:
     """Whether `value` beats the best result so far; a tie does not, NaN does not. Another metric starts anew."""
     if not math.isfinite(value) or best is None or best["metric"] != metric:
         return math.isfinite(value)
-    return value < best["value"] if metric == "val/loss" else value > best["value"]
+    return value < best["value"] if metric.endswith("loss") else value > best["value"]
 
 
 def _best_of(step: int, result: dict[str, Any], best: dict[str, Any] | None, metric: str) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ the comments: `B` images, `C Y X` channels, height and width, `N` tokens, `D` wi
 
 from schema import Fp8Config, ModelConfig, pair
 
+import collections
 import functools
 import hashlib
 import math
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import te
 from distributed import local_slice, to_local
 from te import on_rows, transformer_engine
+from weights import from_hugging_face_name
 
 
 class LayerScale(TimmLayerScale):
@@ -57,6 +59,10 @@ class DropPath(nn.Module):
             return x
         stays = torch.rand(len(x), *[1] * (x.ndim - 1), device=x.device) >= self.drop_prob
         return x * (stays / (1 - self.drop_prob)).to(x.dtype)
+
+
+class LecunLinear(nn.Linear):
+    """A linear layer that starts at LeCun's normal distribution, as the first layer of the ViT paper's head does."""
 
 
 class AttentionPool(AttentionPoolLatent):
@@ -125,8 +131,10 @@ TE_ACTIVATIONS = {"gelu_tanh": "gelu", "quick_gelu": "qgelu", "relu": "relu", "s
 
 
 def timm_name(name: str) -> str:
-    """A parameter's name in timm's model, whatever wrapper and whatever block holds it."""
+    """A parameter's name in timm's model, whatever wrapper, block or implementation holds it."""
     name = name.removeprefix("module.")  # DDP's and Megatron-FSDP's prefix
+    if name.startswith("hugging_face."):  # reference.HuggingFaceViT
+        return from_hugging_face_name(name.removeprefix("hugging_face."))
     parts = name.split(".", 2)
     if parts[0] == "blocks":
         parts[2] = TE_NAMES.get(parts[2], parts[2])
@@ -237,7 +245,8 @@ class VisionTransformer(nn.Module):
         num_embeddings = self.patch_embed.num_patches + (0 if cfg.no_embed_class else self.num_prefix_tokens)
         self.cls_token = nn.Parameter(torch.empty(1, 1, width)) if cfg.class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, cfg.reg_tokens, width)) if cfg.reg_tokens else None
-        self.pos_embed = nn.Parameter(torch.empty(1, num_embeddings, width))
+        is_learned = cfg.pos_embed == "learn"
+        self.pos_embed = nn.Parameter(torch.empty(1, num_embeddings, width), requires_grad=is_learned)
         self.pos_drop = nn.Dropout(cfg.pos_drop_rate)
         self.patch_drop = (
             PatchDropout(cfg.patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
@@ -245,7 +254,9 @@ class VisionTransformer(nn.Module):
             else nn.Identity()
         )
         self.norm_pre = norm_layer(width) if cfg.pre_norm else nn.Identity()
-        rates = calculate_drop_path_rates(cfg.drop_path_rate, cfg.depth)
+        rates = [cfg.drop_path_rate] * cfg.depth
+        if cfg.drop_path_schedule == "linear":
+            rates = calculate_drop_path_rates(cfg.drop_path_rate, cfg.depth)
         if cfg.transformer_engine:
             te.forget_earlier_models()
             block = functools.partial(TEBlock, row_multiple=te.row_multiple(self.recipe))
@@ -270,7 +281,12 @@ class VisionTransformer(nn.Module):
         )
         self.fc_norm = norm_layer(width) if use_fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(cfg.drop_rate)
-        self.head = nn.Linear(width, cfg.num_classes)
+        size = cfg.representation_size
+        layers = {"fc": LecunLinear(width, size), "act": nn.Tanh()} if size else {}
+        self.pre_logits = nn.Sequential(collections.OrderedDict(layers)) if layers else nn.Identity()
+        self.head = nn.Linear(size or width, cfg.num_classes)
+        self.head.init_bias = cfg.init_head_bias
+        freeze(self, cfg)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """(B, C, Y, X) -> (B, num_classes).
@@ -291,7 +307,7 @@ class VisionTransformer(nn.Module):
         else:
             x = self.blocks(x)
         x = self.norm(x)
-        return self.head(self.head_drop(self.fc_norm(self._pool(x))))  # B N D -> B num_classes
+        return self.head(self.head_drop(self.pre_logits(self.fc_norm(self._pool(x)))))  # B N D -> B num_classes
 
     def _add_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Prepend class and register tokens and add the positions, in x's dtype: an FP32 table would promote x."""
@@ -352,7 +368,43 @@ class VisionTransformer(nn.Module):
         block = tokens * cfg.embed_dim * (4 * cfg.embed_dim + 2 * hidden) + 2 * tokens**2 * cfg.embed_dim
         embed = patches * cfg.embed_dim * cfg.in_chans * math.prod(pair(cfg.patch_size))
         pool = 2 * tokens * cfg.embed_dim**2 if self.attn_pool is not None else 0
-        return 2.0 * (embed + cfg.depth * block + pool + cfg.embed_dim * cfg.num_classes)
+        hidden = cfg.representation_size
+        head = (cfg.embed_dim + cfg.num_classes) * hidden if hidden else cfg.embed_dim * cfg.num_classes
+        return 2.0 * (embed + cfg.depth * block + pool + head)
+
+
+def build_model(cfg: ModelConfig, fp8: Fp8Config) -> nn.Module:
+    """The model of the config, without values: `VisionTransformer`, or a reference that does as it does."""
+    if cfg.implementation == "ours":
+        return VisionTransformer(cfg, fp8)
+    import reference  # which builds on this module
+
+    return reference.TimmViT(cfg) if cfg.implementation == "timm" else reference.HuggingFaceViT(cfg)
+
+
+def freeze(model: nn.Module, cfg: ModelConfig) -> None:
+    """Take the gradient from what cfg.freeze names; before wrapping, so that no strategy reduces or updates it."""
+    for name, parameter in model.named_parameters():
+        name = timm_name(name)
+        is_head = name.startswith(("head.", "pre_logits."))
+        if (cfg.freeze == "backbone" and not is_head) or (cfg.freeze == "patch_embed" and name.startswith(cfg.freeze)):
+            parameter.requires_grad_(False)
+
+
+def sincos_positions(cfg: ModelConfig) -> torch.Tensor:
+    """Sine and cosine of each patch's column and row at embed_dim / 4 frequencies; (1, embeddings, embed_dim), float32.
+
+    Zero for class and register tokens. Frequencies from 1 to 1 / 10000, both included, as in big_vision's
+    posemb_sincos_2d (models/vit.py; arXiv 2205.01580); MoCo v3's stop one short of the last.
+    """
+    height, width = (side // patch for side, patch in zip(pair(cfg.img_size), pair(cfg.patch_size), strict=True))
+    count = cfg.embed_dim // 4
+    frequencies = 10000.0 ** -(torch.arange(count, device="cpu", dtype=torch.float64) / (count - 1))
+    rows, columns = (torch.arange(n, device="cpu", dtype=torch.float64)[:, None] * frequencies for n in (height, width))
+    x, y = columns.repeat(height, 1), rows.repeat_interleave(width, 0)  # patches in rows of the picture
+    grid = torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
+    tokens = 0 if cfg.no_embed_class else cfg.class_token + cfg.reg_tokens
+    return torch.cat([grid.new_zeros(tokens, cfg.embed_dim), grid])[None].float()
 
 
 def _tensor_seed(seed: int, name: str) -> int:
@@ -375,6 +427,13 @@ def _initialize(
         elif isinstance(module, nn.Conv2d):  # torch's default, which timm keeps: uniform within 1 / sqrt(fan in)
             bound = 1 / math.sqrt(module.in_channels * math.prod(module.kernel_size))
             nn.init.uniform_(tensor, -bound, bound, generator=generator)
+        elif name == "pos_embed" and module.cfg.pos_embed == "sincos":
+            tensor.copy_(sincos_positions(module.cfg))
+        elif isinstance(module, LecunLinear) and name == "weight":
+            std = (
+                module.in_features**-0.5 / 0.8796256610342398
+            )  # of a normal whose part within two of it has 1 / fan in
+            nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)
         elif name == "pos_embed":
             nn.init.trunc_normal_(tensor, std=0.02, generator=generator)
         elif name in ("cls_token", "reg_token"):
@@ -383,7 +442,7 @@ def _initialize(
             std = tensor.shape[-1] ** -0.5
             nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)
         elif name.endswith("bias"):  # of torch's linear layers and of TransformerEngine's
-            tensor.zero_()
+            tensor.fill_(getattr(module, "init_bias", 0.0))  # the head has one
         elif name.endswith("weight"):
             nn.init.trunc_normal_(tensor, std=0.02, generator=generator)
         else:

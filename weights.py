@@ -46,6 +46,11 @@ WRAPPERS = {"module", "_orig_mod", "model"}  # parts of names that DDP, torch.co
 HEAD = ("head.weight", "head.bias")
 # Keys of the config's data section that a model is evaluated with.
 DATA_SETTINGS = ("mean", "std", "interpolation", "crop_pct", "exif_orientation", "max_pixels")
+HIDDEN = ("pre_logits.fc.weight", "pre_logits.fc.bias")  # of a head with model.representation_size
+
+# Arguments of the model that timm lacks, or means otherwise; num_classes has a place of its own in timm's files.
+OURS_ALONE = {"norm_eps", "transformer_engine", "drop_path_schedule", "pos_embed", "representation_size"}
+OURS_ALONE |= {"init_head_bias", "freeze", "implementation", "num_classes"}
 
 # A layer in timm -> the same in Hugging Face's ViT. The first name is transformers 4's, which 5 writes to files, too;
 # the second one is that of transformers 5's modules. q, k and v are the thirds of timm's attn.qkv.
@@ -89,6 +94,7 @@ HUGGING_FACE_LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "proj_bias": (lambda value: value, "its projections have biases"),
     "pre_norm": (lambda value: not value, "it has no norm after the embeddings"),
     "fc_norm": (lambda value: not value, "its norm is before the pooling"),
+    "representation_size": (lambda value: value is None, "its head is linear"),
 }
 
 
@@ -191,11 +197,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_step(source: str, folder: Path) -> Source:
     state = _read_state(folder, "model", "classes")
     model = state["model"]
-    tensors = _read_step_weights(folder)
+    tensors, kind = _read_step_weights(folder)
     with _reading(folder / "state.json"):
         options = {key: model[key] for key in ("num_heads", "act_layer", "norm_eps")}
         img_size = model["img_size"]
-    description = source if folder == Path(source) else f"{source} ({folder.name})"
+    description = f"{source} ({kind})" if folder == Path(source) else f"{source} ({folder.name}, {kind})"
     return Source(tensors, _grid(img_size, tensors), description, options, tuple(state["classes"]))
 
 
@@ -208,18 +214,22 @@ def _read_state(folder: Path, *keys: str) -> dict[str, Any]:
     return state
 
 
-def _read_step_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of a step folder in one process; DCP reads nothing but what it is asked for."""
+def _read_step_weights(folder: Path, *, raw: bool = False) -> tuple[dict[str, Tensor], str]:
+    """The weights of a step folder in one process, and what they are; DCP reads nothing but what it is asked for.
+
+    Their moving average, if the run had one and `raw` does not ask for the weights themselves.
+    """
     with _reading(folder), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process's work
         entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        part = "ema" if not raw and any(key.startswith("ema.") for key in entries) else "model"
         tensors = {
-            key.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
+            key.removeprefix(f"{part}."): torch.empty(entry.size, dtype=entry.properties.dtype)
             for key, entry in entries.items()
-            if key.startswith("model.")
+            if key.startswith(f"{part}.")
         }
-        dcp.load({"model": tensors}, checkpoint_id=folder, no_dist=True)
-    return tensors
+        dcp.load({part: tensors}, checkpoint_id=folder, no_dist=True)
+    return _joined(tensors), {"ema": "EMA weights", "model": "weights"}[part]
 
 
 def _read_folder(source: str, folder: Path) -> Source:
@@ -305,25 +315,36 @@ def _plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def _from_hugging_face(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face's names to timm's; names of others, and those that timm lacks, stay. The pooler is left out."""
+def from_hugging_face_name(name: str) -> str:
+    """A parameter's name in timm, of one in Hugging Face's ViT; what timm lacks, and names of others, stay.
+
+    Queries, keys and values, which are thirds of timm's attn.qkv, become attn.q, attn.k and attn.v.
+    """
     rest = {theirs.removeprefix("vit."): ours for ours, theirs in HUGGING_FACE_REST.items()}
     layers = {theirs: ours for ours, names in HUGGING_FACE_BLOCK.items() for theirs in names}
+    short = name.removeprefix("vit.")
+    match = re.fullmatch(r"(?:encoder\.layer|layers)\.(\d+)\.(.+)\.(weight|bias)", short)
+    if match and match[2] in layers:
+        return f"blocks.{match[1]}.{layers[match[2]]}.{match[3]}"
+    return rest.get(short, name)
+
+
+def _from_hugging_face(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face's names to timm's; names of others, and those that timm lacks, stay. The pooler is left out."""
     if not any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in tensors):
         return tensors
-    renamed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        short = name.removeprefix("vit.")
-        match = re.fullmatch(r"(?:encoder\.layer|layers)\.(\d+)\.(.+)\.(weight|bias)", short)
-        if match and match[2] in layers:
-            renamed[f"blocks.{match[1]}.{layers[match[2]]}.{match[3]}"] = tensor
-        elif not short.startswith("pooler."):
-            renamed[rest.get(short, name)] = tensor
-    for name in [name for name in renamed if ".attn.q." in name]:
+    is_pooler = re.compile(r"(vit\.)?pooler\.").match
+    return _joined({from_hugging_face_name(name): tensor for name, tensor in tensors.items() if not is_pooler(name)})
+
+
+def _joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, with attn.q, attn.k and attn.v of a layer as timm's attn.qkv."""
+    joined = dict(tensors)
+    for name in [name for name in joined if ".attn.q." in name]:
         thirds = [name.replace(".attn.q.", f".attn.{part}.") for part in "qkv"]
-        if all(third in renamed for third in thirds):
-            renamed[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([renamed.pop(third) for third in thirds])
-    return renamed
+        if all(third in joined for third in thirds):
+            joined[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([joined.pop(third) for third in thirds])
+    return joined
 
 
 def _read_timm_model(source: str, name: str) -> Source:
@@ -360,8 +381,8 @@ def fit(
     """What to copy into a model of `cfg`, as float32, and the names that stay as they were drawn.
 
     Position embeddings are resampled to the model's grid, and patch embeddings to its patch size, as timm does it. Only
-    the head may be left out, if the source has none or one for other classes; the same classes in another order have
-    its rows put in ours.
+    the head may be left out, if the source has none, one for other classes or one with another hidden layer; the same
+    classes in another order have its rows put in ours.
 
     Args:
         source: what `read` gave.
@@ -379,7 +400,11 @@ def fit(
         fresh = []
         rows = next((tensors[name].shape[:1] for name in HEAD if name in tensors), ())
         known = bool(source.classes and classes)
-        if tuple(rows) != (cfg.num_classes,) or (known and {*source.classes} != {*classes}):
+        hidden = tensors[HIDDEN[0]].shape[0] if HIDDEN[0] in tensors else None
+        if hidden != cfg.representation_size:
+            fresh = [name for name in (*HIDDEN, *HEAD) if name in wanted]
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in (*HIDDEN, *HEAD)}
+        elif tuple(rows) != (cfg.num_classes,) or (known and {*source.classes} != {*classes}):
             fresh = list(HEAD)
             tensors = {name: tensor for name, tensor in tensors.items() if name not in HEAD}
         elif known and source.classes != classes:
@@ -472,10 +497,18 @@ def _some(names: Iterable[str], count: int = 3) -> str:
     return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
 
 
-def export_timm(step_folder: Path, target: Path) -> None:
+def export_timm(step_folder: Path, target: Path, *, raw: bool = False) -> str:
     """Write a step folder's weights as timm reads them: model.safetensors, and the config.json it builds from.
 
     `timm.create_model("local-dir:<target>", pretrained=True)` gives the trained model. `target` is replaced.
+
+    Args:
+        step_folder: of ours.
+        target: folder that is replaced.
+        raw: the weights themselves, also where there is a moving average of them.
+
+    Returns:
+        What was written: "EMA weights" or "weights".
 
     Raises:
         ConfigError: the checkpoint is damaged, or timm has no place for one of the model's options.
@@ -483,19 +516,25 @@ def export_timm(step_folder: Path, target: Path) -> None:
     state = _read_state(step_folder, "model", "classes", "data")
     if state["model"]["norm_eps"] != 1e-6:
         raise ConfigError(f"model.norm_eps={state['model']['norm_eps']} cannot be exported: timm's ViTs have 1e-6")
-    _write_folder(target, _read_step_weights(step_folder), {"config.json": _timm_config(state)})
+    if size := state["model"].get("representation_size"):
+        raise ConfigError(
+            f"model.representation_size={size} cannot be exported: timm's ViTs have a linear head; fine-tune with "
+            "checkpoint.init_from and model.representation_size=null"
+        )
+    tensors, kind = _read_step_weights(step_folder, raw=raw)
+    _write_folder(target, tensors, {"config.json": _timm_config(state)})
+    return kind
 
 
 def _timm_config(state: dict[str, Any]) -> dict[str, Any]:
     """What timm's `local-dir:` loader reads: architecture, the arguments that differ, and the evaluation's settings."""
     model, data = state["model"], state["data"]
-    ours_alone = {"norm_eps", "transformer_engine", "num_classes"}
     return {
         "architecture": "vit_base_patch16_224",  # timm's entry point; every argument is given below
         "num_classes": model["num_classes"],
         "num_features": model["embed_dim"],
         "global_pool": model["global_pool"],
-        "model_args": {key: value for key, value in model.items() if key not in ours_alone},
+        "model_args": {key: value for key, value in model.items() if key not in OURS_ALONE},
         "pretrained_cfg": {
             "input_size": [model["in_chans"], *pair(model["img_size"])],
             "num_classes": model["num_classes"],
@@ -525,7 +564,7 @@ def descriptions(classes: Iterable[str]) -> dict[str, str]:
         return {}
 
 
-def export_hugging_face(step_folder: Path, target: Path) -> None:
+def export_hugging_face(step_folder: Path, target: Path, *, raw: bool = False) -> str:
     """Write a step folder's weights as a ViTForImageClassification, with the image processor of our evaluation.
 
     Names are those of transformers 4, which 5 reads and writes as well. Its processors cut half a pixel off differently
@@ -534,6 +573,10 @@ def export_hugging_face(step_folder: Path, target: Path) -> None:
     Args:
         step_folder: of ours.
         target: folder that is replaced.
+        raw: the weights themselves, also where there is a moving average of them.
+
+    Returns:
+        What was written: "EMA weights" or "weights".
 
     Raises:
         ConfigError: the checkpoint is damaged, or Hugging Face's ViT cannot express one of the model's options.
@@ -541,12 +584,13 @@ def export_hugging_face(step_folder: Path, target: Path) -> None:
     state = _read_state(step_folder, "model", "classes", "data")
     model = state["model"]
     for key, (has, why) in HUGGING_FACE_LIMITS.items():
-        if not has(model[key]):
+        if not has(model.get(key)):
             value = json.dumps(model[key]).strip('"')
             raise ConfigError(f"model.{key}={value} cannot be exported to Hugging Face: {why}; export to timm")
-    tensors = _to_hugging_face(_read_step_weights(step_folder))
+    tensors, kind = _read_step_weights(step_folder, raw=raw)
     files = {"config.json": _hugging_face_config(state), "preprocessor_config.json": _hugging_face_processor(state)}
-    _write_folder(target, tensors, files)
+    _write_folder(target, _to_hugging_face(tensors), files)
+    return kind
 
 
 def _to_hugging_face(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

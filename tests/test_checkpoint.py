@@ -180,7 +180,7 @@ def job(tiny, tmp_path):
             self.model = VisionTransformer(self.cfg.model)
             self.model.init_weights(self.cfg.seed)
             optimizer = build_optimizer(self.model, self.cfg, no_weight_decay=self.model.no_weight_decay())
-            self.state = checkpoint.TrainState(self.model, optimizer, {})
+            self.state = checkpoint.TrainState(self.model, optimizer, {}, self.cfg.ema)
             self.root = tmp_path / "run/checkpoints"
             self.saver = None
 

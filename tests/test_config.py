@@ -135,7 +135,10 @@ def test_every_data_group_composes(data, overrides):
 
 def test_there_is_a_case_for_every_group_option():
     assert {file.stem for file in (CONFIG / "data").glob("*.yaml")} == {"imagenet", "synthetic", "fashion_mnist_demo"}
-    assert {name for name in MODELS if not name.startswith("vit")} == {"micro"}  # L0_sanity's own
+    assert {name for name in MODELS if not name.startswith("vit")} == {
+        "micro",
+        "cifar10",
+    }  # two configs' own
 
 
 @pytest.mark.parametrize("primary", PRIMARY)
@@ -237,7 +240,7 @@ REFUSED = {
     "model key": ("model.dpeth=3", "model.dpeth", "did you mean model.depth?"),
     "top level": ("global_batchsize=8", "global_batchsize", "did you mean global_batch_size?"),
     "added key": ("+model.num_head=3", "model.num_head=3", "did you mean model.num_heads?"),
-    "added section": ("+ema.decay=0.9", "ema", "no such key"),
+    "added section": ("+averages.decay=0.9", "averages", "no such key"),
     "no neighbour": ("zzz=1", "zzz", "no such key"),
     "deleted key": ("~model.depth", "model.depth", "missing", "command line"),
     "group option": ("model=vit_smal", "model/vit_smal", "vit_small_patch16_224"),
@@ -344,6 +347,65 @@ REFUSED = {
         "model.embed_dim x model.mlp_ratio=316",
         "304 or 320",
     ),
+    # Optimizers, schedules, averages and heads.
+    "optimizer": ("optimizer.name=adam", "optimizer.name='adam'", "'adamw', 'sgd' or 'lamb'"),
+    "betas of SGD": (
+        "optimizer.name=sgd optimizer.momentum=0.9",
+        "optimizer.betas=[0.9, 0.999]",
+        "optimizer.name=sgd takes momentum",
+        "null",
+    ),
+    "momentum of AdamW": ("optimizer.momentum=0.9", "optimizer.momentum=0.9", "betas and eps", "null"),
+    "no momentum": (
+        "optimizer.name=sgd optimizer.betas=null optimizer.eps=null",
+        "optimizer.momentum=null",
+        "optimizer.name=sgd needs a value",
+    ),
+    "no betas": ("optimizer.name=lamb optimizer.betas=null", "optimizer.betas=null", "needs a value"),
+    "layer decay": ("optimizer.layer_decay=1.5", "optimizer.layer_decay=1.5", "less than or equal to 1"),
+    "schedule": ("lr_scheduler.name=step", "lr_scheduler.name='step'", "'rsqrt'"),
+    "cooldown of a cosine": ("lr_scheduler.num_cooldown_steps=5", "num_cooldown_steps=5", "cosine", "set 0"),
+    "no timescale": ("lr_scheduler.name=rsqrt", "lr_scheduler.rsqrt_timescale=null", "10000"),
+    "timescale of a line": (
+        "lr_scheduler.name=linear lr_scheduler.rsqrt_timescale=9",
+        "lr_scheduler.rsqrt_timescale=9",
+        "lr_scheduler.name=linear",
+        "null",
+    ),
+    "min_lr of rsqrt": (
+        "lr_scheduler.name=rsqrt lr_scheduler.rsqrt_timescale=9 lr_scheduler.min_lr=1e-5",
+        "lr_scheduler.min_lr=1e-05",
+        "lr_scheduler.num_cooldown_steps",
+    ),
+    "start without warmup": (
+        "lr_scheduler.warmup_start_lr=1e-6 lr_scheduler.num_warmup_steps=0",
+        "lr_scheduler.warmup_start_lr=1e-06",
+        "set 0",
+    ),
+    "start above the peak": ("lr_scheduler.warmup_start_lr=1", "lr_scheduler.warmup_start_lr=1", "optimizer.lr=0.002"),
+    "EMA's decay": ("ema.decay=1", "ema.decay=1", "less than 1"),
+    "EMA's metric without EMA": ("evaluation.best_metric=val/ema_top1", "best_metric=val/ema_top1", "ema.decay=null"),
+    "sincos width": ("model.pos_embed=sincos model.embed_dim=30", "model.embed_dim=30", "multiple of 4"),
+    "hidden layer that cannot be exported": (
+        "model.representation_size=96",
+        "model.representation_size=96",
+        "checkpoint.save_final_model=false",
+    ),
+    "implementation": ("model.implementation=torch", "model.implementation='torch'", "'ours', 'timm' or 'hf'"),
+    "TransformerEngine in timm": (
+        "model.implementation=timm model.transformer_engine=true",
+        "model.transformer_engine=true",
+        "model.implementation=timm",
+        "model.implementation=ours",
+    ),
+    "hidden layer in timm": ("model.implementation=timm model.representation_size=9", "representation_size=9", "ours"),
+    "constant drop path in timm": (
+        "model.implementation=timm model.drop_path_schedule=constant",
+        "model.drop_path_schedule=",
+        "constant",
+        "ours",
+    ),
+    "freeze": ("model.freeze=blocks", "model.freeze='blocks'", "'backbone' or 'patch_embed'"),
     # Text that is no override.
     "no equals sign": ("optimizer.lr", "optimizer.lr"),
     "unknown interpolation": ("data.path=${nothing}", "data.path", "nothing"),
@@ -529,6 +591,32 @@ def test_megatron_fsdp_refuses_fp32(monkeypatch):
     text = error_of(schema.check_script, with_values(axes(), precision="fp32"), "train_mfsdp", 1)
     assert "precision=fp32" in text
     assert "train_fsdp2.py" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("global_pool", "avg"), ("reg_tokens", 2), ("init_values", 0.1), ("drop_path_rate", 0.1), ("pos_drop_rate", 0.1)],
+)
+def test_hugging_faces_model_refuses_what_it_cannot_be(key, value):
+    cfg = with_values(small(), model={"class_token": True, "global_pool": "token", "implementation": "hf"})
+    schema.check_script(cfg, "train_ddp", 1)
+    text = error_of(schema.check_script, with_values(cfg, model={key: value}), "train_ddp", 1)
+    assert f"model.{key}={value}" in text
+    assert "model.implementation=hf" in text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"freeze": "backbone"}, {"freeze": "patch_embed"}, {"pos_embed": "sincos"}, {"implementation": "timm"}],
+)
+def test_megatron_fsdp_refuses_what_it_cannot_keep(monkeypatch, values):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cfg = with_values(axes(), model=values)
+    (key, value), *_ = values.items()
+    text = error_of(schema.check_script, cfg, "train_mfsdp", 1)
+    assert f"model.{key}={value}" in text
+    assert "train_fsdp2.py" in text
+    schema.check_script(cfg, "train_fsdp2", 1)
 
 
 @pytest.mark.parametrize(("dp_outer", "is_allowed"), [(None, False), (1, False), (2, True)])

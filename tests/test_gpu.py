@@ -14,6 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ON_GPU, SCRIPTS, TINY, column, run_tasks, started_once, weights
 
+EMA = ["ema.decay=0.8", "evaluation.best_metric=val/ema_top1"]
+SGD = ["optimizer.name=sgd", "optimizer.betas=null", "optimizer.eps=null", "optimizer.momentum=0.9"]
+OPTIMIZERS = {
+    "sgd": [*SGD, "optimizer.lr=0.05"],
+    "lamb": ["optimizer.name=lamb", "optimizer.lr=0.02"],
+    "layers": ["optimizer.layer_decay=0.5"],
+}
 ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
@@ -62,6 +69,15 @@ def _tasks(nproc, pictures, folder):
     for strategy in ZERO_STRATEGIES:
         zero = ["num_train_steps=10", f"mfsdp.zero_dp_strategy={strategy}", f"micro_batch_size={24 // nproc}"]
         tasks.append(task(f"zero-{strategy}", "train_mfsdp", *zero))
+    for script in SCRIPTS:
+        for name, options in OPTIMIZERS.items():
+            tasks.append(task(f"{name}-{script}", script, "num_train_steps=10", *options))
+        often = ["num_train_steps=9", "evaluation.every_n_steps=3"]
+        tasks.append(task(f"bare-{script}", script, *often))
+        tasks.append(task(f"ema-{script}", script, *often, *EMA))
+    for script, stop in zip(SCRIPTS[::-1], (3, 6, 9), strict=True):
+        length = [f"num_train_steps={stop}", "lr_scheduler.num_training_steps=9", "evaluation.every_n_steps=3"]
+        tasks.append(task(f"ema-chain-{stop}", script, *length, *EMA, output="ema-chain"))
     tasks.append(task("offload", "train_fsdp2", "num_train_steps=10", "fsdp2.cpu_offload=true"))
     for script in SCRIPTS[:2]:
         tasks.append(task(f"fp32-{script}", script, "num_train_steps=10", "precision=fp32"))
@@ -99,6 +115,33 @@ def test_loss_curves_agree(runs, nproc):
         assert column(folder, f"{script}-{k}", "train/grad_norm") == pytest.approx(
             column(folder, "train_ddp-1", "train/grad_norm"), rel=5e-2
         ), (script, k)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_agree(runs, nproc, name):
+    """LAMB's norms of whole tensors among them, and SGD's momentum, which starts at zero."""
+    _, folder = runs(nproc)
+    want = column(folder, f"{name}-train_ddp", "train/loss")
+    assert len(want) == 10
+    for script in SCRIPTS[1:]:
+        assert column(folder, f"{name}-{script}", "train/loss") == pytest.approx(want, abs=2e-2), script
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_averages_leave_the_weights_alone(runs, nproc, script):
+    """C19: evaluated, and taken out again bit for bit."""
+    _, folder = runs(nproc)
+    for key in ("train/loss", "val/loss"):
+        assert column(folder, f"ema-{script}", key) == column(folder, f"bare-{script}", key)
+    averaged = column(folder, f"ema-{script}", "val/ema_loss")
+    assert averaged == pytest.approx(column(folder, "ema-train_ddp", "val/ema_loss"), abs=2e-2)
+    assert averaged != column(folder, f"ema-{script}", "val/loss")
+
+
+def test_averages_resume_anywhere(runs, nproc):
+    _, folder = runs(nproc)
+    got, want = (column(folder, name, "val/ema_loss") for name in ("ema-chain", "ema-train_ddp"))
+    assert got == pytest.approx(want, abs=2e-2)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -4,12 +4,14 @@ import schema
 
 import functools
 import itertools
+import math
 from dataclasses import fields
 
 import pytest
 import timm
 import torch
 from conftest import assert_same
+from timm.layers import lecun_normal_
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,7 +25,9 @@ SMALL = (
 )
 ALL_TOKENS = "global_pool=map reg_tokens=4 qk_norm=true init_values=0.1 pre_norm=true fc_norm=true"
 DROPOUT = "drop_rate=0.2 pos_drop_rate=0.2 proj_drop_rate=0.2 attn_drop_rate=0.2 drop_path_rate=0.5"
-OURS_ALONE = {"norm_eps", "transformer_engine"}  # arguments that timm does not have
+# Arguments that timm does not have.
+OURS_ALONE = {"norm_eps", "transformer_engine", "drop_path_schedule", "pos_embed", "representation_size"}
+OURS_ALONE |= {"init_head_bias", "freeze", "implementation"}
 POOLS = ("token", "avg", "map")
 # pool x class token x register tokens; the class token cannot be pooled where there is none
 TOKENS = [
@@ -196,6 +200,63 @@ def test_drop_path_takes_whole_images_more_with_depth():
     assert not torch.equal(kept["blocks.2.drop_path1"], kept["blocks.2.drop_path2"])
     model.eval()(images(cfg, batch))
     assert all((ratio == 1).all() for ratio in kept.values())
+
+
+def test_constant_drop_path_takes_all_blocks_alike():
+    """DeiT III's, unlike timm's line from 0."""
+    model = VisionTransformer(small("depth=3 drop_path_rate=0.2 drop_path_schedule=constant"))
+    found = [m.drop_prob for block in model.blocks for m in (block.drop_path1, block.drop_path2)]
+    assert found == [0.2] * 6
+
+
+@pytest.mark.parametrize("overrides", ["", "no_embed_class=true", "reg_tokens=2", "class_token=false global_pool=avg"])
+def test_sincos_positions_are_big_visions(overrides):
+    """posemb_sincos_2d of models/vit.py, entry by entry: [sin x, cos x, sin y, cos y], frequencies 1 to 1 / 10000."""
+    cfg = small(f"img_size=[32,48] {overrides}")
+    model = drawn(cfg)
+    fixed = drawn(small(f"img_size=[32,48] pos_embed=sincos {overrides}"))
+    assert not fixed.pos_embed.requires_grad
+    assert {name for name, p in fixed.named_parameters() if p.requires_grad} == {
+        name for name, _ in model.named_parameters() if name != "pos_embed"
+    }
+    tokens = 0 if cfg.no_embed_class else cfg.class_token + cfg.reg_tokens
+    assert fixed.pos_embed.shape == (1, tokens + 6, 48)
+    assert (fixed.pos_embed[:, :tokens] == 0).all()
+    for patch, (y, x) in enumerate(itertools.product(range(2), range(3))):
+        row = fixed.pos_embed[0, tokens + patch]
+        for k in range(12):
+            omega = 1 / 10000 ** (k / 11)
+            expected = [math.sin(x * omega), math.cos(x * omega), math.sin(y * omega), math.cos(y * omega)]
+            assert row[k::12].tolist() == pytest.approx(expected, abs=1e-6)
+    logits, twin = fixed.eval()(images(cfg)), timm_twin(cfg)
+    twin.load_state_dict(fixed.state_dict())
+    torch.testing.assert_close(twin.eval()(images(cfg)), logits, atol=1e-5, rtol=0)
+
+
+def test_two_layer_head_is_the_papers():
+    """Linear, tanh, linear after the pooling (arXiv 2010.11929); the first starts at LeCun's normal distribution."""
+    cfg = load(*keys(f"{SMALL} representation_size=400 num_classes=5"), "checkpoint.ckpt_dir=null").model
+    model = drawn(cfg)
+    features = []
+    model.fc_norm.register_forward_hook(lambda *args: features.append(args[-1]))
+    logits = model(images(cfg))
+    hidden = torch.tanh(features[0] @ model.pre_logits.fc.weight.T + model.pre_logits.fc.bias)
+    torch.testing.assert_close(logits, hidden @ model.head.weight.T + model.head.bias)
+    weight, reference = model.pre_logits.fc.weight, torch.empty(400, 48)
+    torch.manual_seed(0)
+    lecun_normal_(reference)
+    assert weight.std().item() == pytest.approx(48**-0.5, rel=0.03)
+    assert weight.std().item() == pytest.approx(reference.std().item(), rel=0.03)
+    assert weight.abs().max() <= 2 * 48**-0.5 / 0.87
+    assert {"pre_logits.fc.weight", "pre_logits.fc.bias"} <= set(model.state_dict())
+
+
+def test_head_bias_starts_as_timms():
+    """timm's mode "nlhb": minus the logarithm of the number of classes, -6.9 for a thousand."""
+    cfg = small("num_classes=1000 init_head_bias=-6.907755278982137")
+    theirs = timm_twin(cfg, weight_init="jax_nlhb")
+    torch.testing.assert_close(drawn(cfg).head.bias, theirs.head.bias)
+    assert (drawn(small()).head.bias == 0).all()
 
 
 @pytest.mark.parametrize("overrides", ["", "global_pool=avg", ALL_TOKENS])
@@ -388,10 +449,11 @@ def test_every_published_size_has_a_config():
         "global_pool=avg class_token=false reg_tokens=16",
         "global_pool=map img_size=[224,448] mlp_ratio=2.5 in_chans=1",
         "patch_drop_rate=0.5 global_pool=avg",
+        "representation_size=3000",
     ],
 )
 def test_flops_are_those_that_torch_counts(overrides):
-    cfg = load("model=vit_tiny_patch16_224", *keys(overrides)).model
+    cfg = load("model=vit_tiny_patch16_224", "checkpoint.ckpt_dir=null", *keys(overrides)).model
     with torch.device("meta"):  # where attention is spelled out: torch does not count the CPU's fused kernel
         model, x = VisionTransformer(cfg), torch.empty(2, cfg.in_chans, *schema.pair(cfg.img_size))
     with FlopCounterMode(display=False) as counter:

@@ -34,7 +34,9 @@ SMALL = (
 )
 CLASSES = [f"class_{letter}" for letter in "abcdefg"]
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-OURS_ALONE = {"norm_eps", "transformer_engine"}  # arguments that timm does not have
+# Arguments that timm does not have.
+OURS_ALONE = {"norm_eps", "transformer_engine", "drop_path_schedule", "pos_embed", "representation_size"}
+OURS_ALONE |= {"init_head_bias", "freeze", "implementation"}
 TOKENS = {  # options, and the rows of pos_embed that belong to tokens
     "class": ("", 1),
     "class, 4 registers": ("reg_tokens=4", 5),

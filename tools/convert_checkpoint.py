@@ -4,7 +4,8 @@
     python tools/convert_checkpoint.py runs/demo/checkpoints/step_00000833 demo_hf --format hugging-face
 
 SOURCE is a step_XXXXXXXX folder, or a folder that holds some: of those the newest complete one is taken. One process,
-no GPU; weights are read, the optimizer's state is not. TARGET must not be there yet.
+no GPU; weights are read, the optimizer's state is not. TARGET must not be there yet. A run with EMA gives its averaged
+weights, with --raw the others.
 """
 
 import sys
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("source", type=Path, metavar="SOURCE")
     parser.add_argument("target", type=Path, metavar="TARGET")
     parser.add_argument("--format", choices=EXPORTS, required=True)
+    parser.add_argument("--raw", action="store_true", help="the weights themselves, not their moving average")
     args = parser.parse_args()
     if args.target.exists():
         schema.exit_with(f"{args.target} is there already: give a new folder")
@@ -44,11 +46,11 @@ def main() -> None:
             f"{args.source} is no complete step_XXXXXXXX folder and holds none: give one, or a run's checkpoints"
         )
     try:
-        EXPORTS[args.format](step_folder, args.target)
+        kind = EXPORTS[args.format](step_folder, args.target, raw=args.raw)
     except (schema.ConfigError, OSError) as error:
         schema.exit_with(str(error))
     size = sum(file.stat().st_size for file in args.target.iterdir())
-    print(f"wrote {args.target} ({args.format}, {size / 2**20:.1f} MiB) from {step_folder}")
+    print(f"wrote {args.target} ({args.format}, {size / 2**20:.1f} MiB, {kind}) from {step_folder}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""timm's and Hugging Face's own ViT in our loop, to compare with: model.implementation=timm | hf.
+
+The same data, start, optimizer and exports; the blocks, the forward pass and what it costs are theirs. Hugging Face's
+queries, keys and values are three tensors: its checkpoints have blocks.N.attn.q, .k and .v in place of attn.qkv.
+"""
+
+from schema import ConfigError, ModelConfig, pair
+
+import dataclasses
+import functools
+import importlib.util
+import json
+
+import timm.models.vision_transformer
+import torch
+from torch import nn
+
+import vit
+from distributed import local_slice, to_local
+from weights import HUGGING_FACE_ACTIVATIONS, HUGGING_FACE_LIMITS, OURS_ALONE
+
+
+class TimmViT(timm.models.vision_transformer.VisionTransformer):
+    """timm's model, with what the entrypoints ask of one: see `vit.VisionTransformer`, whose methods these are."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        arguments = {
+            field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg) if field.name not in OURS_ALONE
+        }
+        norm_layer = functools.partial(nn.LayerNorm, eps=cfg.norm_eps)
+        super().__init__(**arguments, num_classes=cfg.num_classes, norm_layer=norm_layer, weight_init="skip")
+        self.cfg = cfg
+        self.scaling: dict[str, torch.Tensor] = {}  # of FP8, which it does not have
+        self.head.init_bias = cfg.init_head_bias
+        self.pos_embed.requires_grad_(cfg.pos_embed == "learn")
+        vit.freeze(self, cfg)
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        """(B, C, Y, X) -> (B, num_classes)."""
+        return super().forward(x.to(self.patch_embed.proj.weight.dtype))
+
+    init_weights = vit.VisionTransformer.init_weights
+    reset_scaling = vit.VisionTransformer.reset_scaling
+    shard_units = vit.VisionTransformer.shard_units
+    no_weight_decay = vit.VisionTransformer.no_weight_decay
+    flops_per_image = vit.VisionTransformer.flops_per_image
+
+
+class HuggingFaceViT(nn.Module):
+    """transformers.ViTForImageClassification, with what the entrypoints ask of a model."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        transformers = importlib.import_module("transformers")
+        config = transformers.ViTConfig(
+            image_size=pair(cfg.img_size)[0],
+            patch_size=pair(cfg.patch_size)[0],
+            num_channels=cfg.in_chans,
+            hidden_size=cfg.embed_dim,
+            num_hidden_layers=cfg.depth,
+            num_attention_heads=cfg.num_heads,
+            intermediate_size=int(cfg.embed_dim * cfg.mlp_ratio),
+            hidden_act=HUGGING_FACE_ACTIVATIONS[cfg.act_layer],
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            layer_norm_eps=cfg.norm_eps,
+            qkv_bias=cfg.qkv_bias,
+            num_labels=cfg.num_classes,
+        )
+        with torch.random.fork_rng(devices=[]):  # it draws weights, of which none stays
+            self.hugging_face = transformers.ViTForImageClassification(config)
+        self.cfg = cfg
+        self.scaling: dict[str, torch.Tensor] = {}  # of FP8, which it does not have
+        self.hugging_face.vit.embeddings.position_embeddings.requires_grad_(cfg.pos_embed == "learn")
+        vit.freeze(self, cfg)
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        """(B, C, Y, X) -> (B, num_classes)."""
+        kernel = self.hugging_face.vit.embeddings.patch_embeddings.projection.weight
+        return self.hugging_face(pixel_values=x.to(kernel.dtype)).logits
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, device: torch.device | None = None) -> None:
+        """The start of our own model, of which each rank draws the whole."""
+        with device or next(self.parameters()).device:
+            ours = vit.VisionTransformer(self.cfg)
+        ours.init_weights(seed)
+        start = ours.state_dict()
+        for name in [name for name in start if ".attn.qkv." in name]:
+            for part, third in zip("qkv", start[name].chunk(3), strict=True):
+                start[name.replace(".attn.qkv.", f".attn.{part}.")] = third
+        for name, parameter in self.named_parameters():
+            to_local(parameter).copy_(local_slice(start[vit.timm_name(name)], parameter))
+
+    def reset_scaling(self) -> None:
+        """Nothing to forget."""
+
+    def shard_units(self) -> list[nn.Module]:
+        """The modules to shard, compile and recompute one by one."""
+        return list(self.hugging_face.vit.layers)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names, in timm, of the tensors of two or more dimensions that are not weights of a matrix product."""
+        return {"cls_token", "pos_embed"}
+
+    def flops_per_image(self) -> float:
+        """Our own model's, which does the same."""
+        with torch.device("meta"):
+            return vit.VisionTransformer(self.cfg).flops_per_image()
+
+
+def check_hugging_face(cfg: ModelConfig) -> None:
+    """Refuse by name what Hugging Face's ViT cannot be.
+
+    Raises:
+        ConfigError: naming the key, the value and why.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("model.implementation=hf, but transformers is not installed: pip install -r requirements.txt")
+    rates = [field.name for field in dataclasses.fields(cfg) if field.name.endswith("_rate")]
+    limits = HUGGING_FACE_LIMITS | {rate: (lambda value: value == 0, "its dropout is elsewhere") for rate in rates}
+    for key, (has, why) in limits.items():
+        value = getattr(cfg, key)
+        if not has(value):
+            value = json.dumps(value).strip('"')
+            raise ConfigError(f"model.{key}={value} with model.implementation=hf: {why}; use ours or timm")

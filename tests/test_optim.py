@@ -1,0 +1,443 @@
+"""Optimizers, schedules, layer-wise decay, averages and frozen weights: against timm, torch and formulas. On CPU.
+
+What needs several processes runs in one set of two; a loop of torch's own in this process is what it must equal.
+"""
+
+import schema
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY, assert_same, column, read_metrics, run_tasks, started_once, weights
+from safetensors.torch import load_file
+from timm.models.vision_transformer import VisionTransformer as TimmViT
+from timm.optim import Lamb as TimmLamb
+from timm.optim import param_groups_layer_decay
+from timm.scheduler import CosineLRScheduler, PolyLRScheduler
+from timm.utils import ModelEmaV3
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, load
+from transformers import ViTForImageClassification
+
+import imagenet_dataset
+from ema import Ema
+from optim import Lamb, lr_at, param_groups
+from vit import VisionTransformer, build_model
+from weights import export_hugging_face, export_timm, read
+
+SCRIPTS = ("train_ddp", "train_fsdp2")
+SGD = ["optimizer.name=sgd", "optimizer.betas=null", "optimizer.eps=null", "optimizer.momentum=0.9"]
+OPTIMIZERS = {
+    "adamw": ["optimizer.layer_decay=0.5"],
+    "sgd": [*SGD, "optimizer.lr=0.05", "optimizer.weight_decay=0.01"],
+    "lamb": ["optimizer.name=lamb", "optimizer.lr=0.02", "optimizer.weight_decay=0.1"],
+}
+EMA = ["ema.decay=0.8", "ema.use_warmup=true", "evaluation.every_n_steps=2", "evaluation.best_metric=val/ema_loss"]
+HALF = ["num_train_steps=3", "lr_scheduler.num_training_steps=6"]
+
+
+def load_config(*overrides):
+    return schema.load_config("L0_sanity", [*TINY, "output_dir=unused", *overrides], script="train_ddp")
+
+
+# In this process
+
+
+def test_lamb_is_timms():
+    """Twenty steps: matrices that decay, one of them at zero first, and a bias that does not."""
+    torch.manual_seed(0)
+    starts = [torch.randn(5, 3), torch.zeros(2, 2), torch.randn(4)]
+    sides = []
+    options = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6}
+    for build in (lambda g: TimmLamb(g, max_grad_norm=None, **options), lambda g: Lamb(g, **options)):
+        parameters = [nn.Parameter(start.clone()) for start in starts]
+        groups = [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0}]
+        sides.append((parameters, build(groups)))
+    for _ in range(20):
+        gradients = [torch.randn_like(start) for start in starts]
+        for parameters, optimizer in sides:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+    for ours, theirs, start in zip(sides[1][0], sides[0][0], starts, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+        assert (ours - start).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("pool", ["token", "avg", "map"])
+def test_layers_have_timms_scales(pool):
+    cfg = load_config(
+        *("model.depth=3", f"model.global_pool={pool}", "model.class_token=true", "model.reg_tokens=2"),
+        *("model.init_values=0.1", "model.pre_norm=true", "model.qk_norm=true"),
+    )
+    ours = VisionTransformer(cfg.model)
+    theirs = TimmViT(
+        *(16, 8, 3, 6, pool, 24, 3, 3),
+        **{"reg_tokens": 2, "init_values": 0.1, "pre_norm": True, "qk_norm": True, "weight_init": "skip"},
+    )
+    groups = param_groups_layer_decay(theirs, 0.05, {*theirs.no_weight_decay(), "attn_pool.latent"}, layer_decay=0.75)
+    wanted = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    wanted = {name: wanted[id(p)] for name, p in theirs.named_parameters()}
+    groups = param_groups(ours, ours.no_weight_decay(), 0.05, 0.75)
+    found = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    found = {name: found[id(p)] for name, p in ours.named_parameters()}
+    assert found.keys() == wanted.keys()
+    stem = theirs.group_matcher()["stem"]
+    for name, values in wanted.items():
+        # timm 1.0.29 counts these two with the last layers, 1.0.31 with what is before the blocks.
+        if name.startswith(("norm_pre", "reg_token")) and name.split(".")[0] not in stem:
+            values = (wanted["patch_embed.proj.weight"][0], values[1])
+        assert found[name] == pytest.approx(values), name
+    assert len({scale for scale, _ in found.values()}) == 5  # before the blocks, three blocks, the head
+
+
+def test_without_layer_decay_all_scales_are_one():
+    cfg = load_config()
+    model = VisionTransformer(cfg.model)
+    assert {group["lr_scale"] for group in param_groups(model, set(), 0.1)} == {1.0}
+
+
+@pytest.mark.parametrize("frozen", ["backbone", "patch_embed"])
+def test_frozen_parameters_are_in_no_group(frozen):
+    model = VisionTransformer(load_config(f"model.freeze={frozen}").model)
+    grouped = {id(p) for group in param_groups(model, set(), 0.1) for p in group["params"]}
+    names = {name for name, p in model.named_parameters() if id(p) in grouped}
+    if frozen == "backbone":
+        assert names == {"head.weight", "head.bias"}
+    else:
+        assert {name for name, _ in model.named_parameters()} - names == {
+            "patch_embed.proj.weight",
+            "patch_embed.proj.bias",
+        }
+
+
+@pytest.mark.parametrize(("warmup", "start"), [(0, 0.0), (10, 0.0), (10, 1e-5), (40, 1e-6)])
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_rate_is_timms(name, warmup, start):
+    """DeiT's schedule among them: a warmup from 1e-6, then down to min_lr. Update n has timm's rate at t = n."""
+    cfg = load_config(
+        *("num_train_steps=100", f"lr_scheduler.name={name}", f"lr_scheduler.num_warmup_steps={warmup}"),
+        *(f"lr_scheduler.warmup_start_lr={start}", "lr_scheduler.min_lr=1e-5"),
+    )
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1e-3)
+    options = {"warmup_t": warmup, "warmup_lr_init": start, "warmup_prefix": True, "t_in_epochs": True}
+    kind = CosineLRScheduler if name == "cosine" else PolyLRScheduler
+    more = {} if name == "cosine" else {"power": 1.0}
+    scheduler = kind(optimizer, t_initial=100 - warmup, lr_min=1e-5, **options, **more)
+    for step in range(1, 101):
+        scheduler.step(step)
+        assert lr_at(step, cfg) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9), step
+    assert lr_at(100, cfg) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("warmup", [0, 20])
+def test_rsqrt_and_its_cooldown_are_big_visions(warmup):
+    cfg = load_config(
+        *("num_train_steps=200", "lr_scheduler.name=rsqrt", "lr_scheduler.rsqrt_timescale=30"),
+        *(f"lr_scheduler.num_warmup_steps={warmup}", "lr_scheduler.num_cooldown_steps=50"),
+    )
+    for step in range(1, 201):
+        expected = 1e-3 * (min(1, step / warmup) if warmup else 1)
+        if step >= warmup:
+            expected /= math.sqrt(1 + (step - warmup) / 30)
+        expected *= min(1, (200 - step) / 50)
+        assert lr_at(step, cfg) == pytest.approx(expected, rel=1e-12)
+    assert lr_at(200, cfg) == lr_at(300, cfg) == 0
+
+
+def test_constant_cools_down_to_its_minimum():
+    cfg = load_config(
+        *("num_train_steps=20", "lr_scheduler.name=constant", "lr_scheduler.num_warmup_steps=0"),
+        *("lr_scheduler.num_cooldown_steps=10", "lr_scheduler.min_lr=1e-4"),
+    )
+    assert [lr_at(step, cfg) for step in (1, 10)] == [1e-3, 1e-3]
+    assert [lr_at(step, cfg) for step in (15, 20)] == pytest.approx([5.5e-4, 1e-4])
+
+
+@pytest.mark.parametrize("use_warmup", [False, True])
+def test_average_is_timms(use_warmup):
+    cfg = load_config("ema.decay=0.9", f"ema.use_warmup={str(use_warmup).lower()}", "ema.warmup_gamma=3.0")
+    model = nn.Linear(3, 2)
+    theirs = ModelEmaV3(model, 0.9, use_warmup=use_warmup, warmup_gamma=3.0, warmup_power=2 / 3)
+    ours = Ema(dict(model.named_parameters()), cfg.ema)
+    for step in range(1, 60):
+        for parameter in model.parameters():
+            parameter.data.normal_()
+        ours.update(step)
+        theirs.update(model, step)
+        assert ours.decay(step) == pytest.approx(theirs.get_decay(step), rel=1e-12)
+        assert_same(ours.averages, {name: p.data for name, p in theirs.module.named_parameters()}, 1e-6)
+
+
+# Two processes
+
+
+@pytest.fixture(scope="module")
+def runs(pictures, tmp_path_factory):
+    """A function without a use for its argument -> (outcomes, folder)."""
+
+    @started_once
+    def start(_):
+        folder = tmp_path_factory.mktemp("optim")
+        return run_tasks(_tasks(pictures, folder), nproc=2, folder=folder), folder
+
+    return start
+
+
+def _tasks(pictures, folder):
+    def task(name, script, *overrides, output=None, **more):
+        base = [*TINY, f"data.path={pictures}", f"output_dir={folder / (output or name)}"]
+        return {"name": name, "script": script, "overrides": [*base, *overrides], **more}
+
+    tasks = []
+    for name, options in OPTIMIZERS.items():
+        for script in SCRIPTS:
+            tasks.append(task(f"{name}-{script}", script, *options))
+        if name != "adamw":  # tests/test_checkpoint.py has it
+            tasks.append(task(f"{name}-half", "train_ddp", *options, *HALF, output=f"{name}-chain"))
+            tasks.append(task(f"{name}-chain", "train_fsdp2", *options, output=f"{name}-chain"))
+    tasks.append(task("sgd-accumulated", "train_ddp", *OPTIMIZERS["sgd"], "micro_batch_size=3"))
+    tasks.append(task("sgd-resumes-adamw", "train_ddp", *OPTIMIZERS["sgd"], output="adamw-train_ddp", may_fail=True))
+    for script in SCRIPTS:
+        tasks.append(task(f"ema-{script}", script, *EMA))
+    tasks.append(task("ema-half", "train_fsdp2", *EMA, *HALF, output="ema-chain"))
+    tasks.append(task("ema-chain", "train_ddp", *EMA, output="ema-chain"))
+    tasks.append(task("ema-zero2", "train_fsdp2", *EMA, "fsdp2.reshard_after_forward=false"))
+    tasks.append(task("without", "train_fsdp2", "evaluation.every_n_steps=2"))
+    tasks.append(task("ema-later-half", "train_fsdp2", *HALF, output="ema-later"))
+    tasks.append(task("ema-later", "train_ddp", *EMA, output="ema-later"))
+    tasks.append(task("ema-off", "train_fsdp2", *HALF, "num_train_steps=8", output="ema-later"))
+    fixed = ["model.pos_embed=sincos", "model.class_token=true", "model.representation_size=16"]
+    for script in SCRIPTS:
+        tasks.append(task(f"probe-{script}", script, "model.freeze=backbone", "ema.decay=0.5"))
+        options = [*fixed, "checkpoint.save_final_model=false", "activation_checkpointing=true"]
+        tasks.append(task(f"fixed-{script}", script, *options))
+        more = ["model.class_token=true", "model.reg_tokens=1", "model.init_values=0.1", "model.qk_norm=true"]
+        tasks.append(task(f"timm-{script}", script, *more, "model.implementation=timm"))
+        paper = ["model.class_token=true", "model.global_pool=token"]
+        tasks.append(task(f"hf-{script}", script, *paper, "model.implementation=hf"))
+    tasks.append(task("ours", "train_ddp", *more))
+    tasks.append(task("ours-paper", "train_ddp", *paper))
+    tasks.append(task("timm-half", "train_fsdp2", *more, *HALF, "model.implementation=timm", output="timm-chain"))
+    tasks.append(task("timm-chain", "train_ddp", *more, output="timm-chain"))
+    hidden = ["model.representation_size=16", "checkpoint.save_final_model=false", "num_train_steps=1"]
+    hidden += ["model.class_token=true", "model.global_pool=token"]
+    tasks.append(task("hidden", "train_ddp", *hidden))
+    # The paper's second part: another head, higher resolution, SGD.
+    tune = [*OPTIMIZERS["sgd"], "model.img_size=24", "model.class_token=true"]
+    tune += [f"checkpoint.init_from={folder}/fixed-train_ddp/checkpoints", "num_train_steps=1", "optimizer.lr=1e-30"]
+    tasks.append(task("tuned", "train_fsdp2", *tune))
+    return tasks
+
+
+def torch_loop(pictures, name, *, ema=False):
+    """Losses, final weights, averages and validation losses of six steps by torch's own optimizer, or by timm's."""
+    cfg = load_config(f"data.path={pictures}", *OPTIMIZERS.get(name, ()), *(EMA if ema else ()))
+    model = VisionTransformer(cfg.model)
+    model.init_weights(cfg.seed)
+    options = cfg.optimizer
+    if name in ("adamw", "plain"):
+        theirs = TimmViT(16, 8, 3, 6, "avg", 24, 2, 3, class_token=False, weight_init="skip")
+        theirs.load_state_dict(model.state_dict())
+        model = theirs
+        groups = param_groups_layer_decay(
+            model, options.weight_decay, model.no_weight_decay(), layer_decay=options.layer_decay or 1.0
+        )
+        optimizer = torch.optim.AdamW(groups, lr=options.lr)
+    else:
+        decay = [p for n, p in model.named_parameters() if p.ndim > 1 and n != "pos_embed"]
+        rest = [p for n, p in model.named_parameters() if p.ndim < 2 or n == "pos_embed"]
+        groups = [{"params": decay, "weight_decay": options.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        if name == "sgd":
+            optimizer = torch.optim.SGD(groups, momentum=0.9, lr=options.lr)
+        else:
+            optimizer = TimmLamb(groups, lr=options.lr, betas=(0.9, 0.999), eps=1e-8, max_grad_norm=None)
+    average = ModelEmaV3(model, 0.8, use_warmup=True, warmup_power=2 / 3)
+    train, val = imagenet_dataset.build_loaders(cfg, rank=0, world_size=1, start_step=0)
+
+    def loss_of(model, images, labels, smoothing=0.0):
+        return F.cross_entropy(model((images / 255 - 0.286) / 0.353), labels, label_smoothing=smoothing)
+
+    losses, validation = [], []
+    for step, (images, labels) in enumerate(train, 1):
+        loss = loss_of(model, images, labels, 0.1)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, cfg) * group.get("lr_scale", 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update(model, step)
+        losses.append(loss.item())
+        if step % 2 == 0:
+            with torch.no_grad():
+                images, labels = next(iter(val))
+                counted = labels >= 0
+                averaged = copy.deepcopy(average.module).eval()
+                validation.append(loss_of(averaged, images[counted], labels[counted]).item())
+    return losses, model.state_dict(), average.module.state_dict(), validation
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_equal_their_reference(runs, pictures, name, script):
+    """Two ranks, weights whole and cut in two: LAMB's norms are of whole tensors, the gradient is the mean."""
+    _, folder = runs(0)
+    losses, final, _, _ = torch_loop(pictures, name)
+    assert column(folder, f"{name}-{script}", "train/loss") == pytest.approx(losses, abs=1e-5)
+    assert_same(weights(folder, f"{name}-{script}"), final, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["sgd", "lamb"])
+def test_optimizers_resume_bit_for_bit(runs, name):
+    """C04: three steps under DDP and three under FSDP2 are six."""
+    _, folder = runs(0)
+    assert_same(weights(folder, f"{name}-chain"), weights(folder, f"{name}-train_fsdp2"))
+    for key in ("train/loss", "train/lr", "train/grad_norm"):
+        assert column(folder, f"{name}-chain", key) == column(folder, f"{name}-train_ddp", key)
+
+
+def test_accumulated_gradients_are_the_mean(runs):
+    """SGD's step, unlike AdamW's, grows with the gradient: four microbatches are one batch."""
+    _, folder = runs(0)
+    assert_same(weights(folder, "sgd-accumulated"), weights(folder, "sgd-train_ddp"), 1e-6)
+
+
+def test_another_optimizers_checkpoint_is_refused(runs):
+    outcomes, _ = runs(0)
+    for rank in outcomes["sgd-resumes-adamw"]:
+        assert "optimizer.name=adamw, not sgd" in rank["error"]
+
+
+def stored(folder, name, step, part):
+    """Tensors of a checkpoint whose names begin with `part`."""
+    at = folder / name / f"checkpoints/step_{step:08d}"
+    entries = FileSystemReader(at).read_metadata().state_dict_metadata
+    tensors = {key: torch.empty(entry.size) for key, entry in entries.items() if key.startswith(f"{part}.")}
+    load(tensors, checkpoint_id=at, no_dist=True)
+    return {key.removeprefix(f"{part}."): tensor for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", ["ema-train_ddp", "ema-train_fsdp2", "ema-zero2"])
+def test_averages_equal_timms(runs, pictures, name):
+    """C19: saved, evaluated beside the weights, which are untouched by it, and exported."""
+    _, folder = runs(0)
+    _, _, average, validation = torch_loop(pictures, "plain", ema=True)
+    assert_same(stored(folder, name, 6, "ema"), average, 2e-5)
+    assert column(folder, name, "val/ema_loss") == pytest.approx(validation, abs=1e-5)
+    assert all(value is not None for value in column(folder, name, "val/ema_top1"))
+    assert_same(weights(folder, name), stored(folder, name, 6, "ema"))
+    raw = stored(folder, name, 6, "model")
+    assert_same(raw, weights(folder, "without"))  # V02
+    assert column(folder, name, "val/loss") == column(folder, "without", "val/loss")
+    assert (raw["head.weight"] - average["head.weight"]).abs().max() > 1e-5
+
+
+def test_what_is_made_of_a_checkpoint_is_made_of_its_average(runs, tmp_path):
+    """Fine-tuning and exports; the weights themselves where they are asked for."""
+    _, folder = runs(0)
+    at = folder / "ema-train_ddp/checkpoints/step_00000006"
+    average, raw = (stored(folder, "ema-train_ddp", 6, part) for part in ("ema", "model"))
+    source = read(str(at.parent))
+    assert_same(source.weights, average)
+    assert source.description.endswith("(step_00000006, EMA weights)")
+    assert export_timm(at, tmp_path / "average") == "EMA weights"
+    assert export_timm(at, tmp_path / "raw", raw=True) == "weights"
+    for name, wanted in (("average", average), ("raw", raw)):
+        assert_same(load_file(tmp_path / name / "model.safetensors"), wanted)
+    with pytest.raises(schema.ConfigError, match=r"model.representation_size=16 cannot be exported: timm"):
+        export_timm(folder / "fixed-train_ddp/checkpoints/step_00000006", tmp_path / "hidden")
+    with pytest.raises(schema.ConfigError, match=r"model.representation_size=16 cannot be exported to Hugging Face"):
+        export_hugging_face(folder / "hidden/checkpoints/step_00000001", tmp_path / "hidden")
+
+
+def test_averages_resume_bit_for_bit(runs):
+    _, folder = runs(0)
+    for part in ("ema", "model", "optim"):
+        assert_same(stored(folder, "ema-chain", 6, part), stored(folder, "ema-train_ddp", 6, part))
+    for key in ("val/ema_loss", "val/loss", "train/loss"):
+        assert column(folder, "ema-chain", key)[-2:] == column(folder, "ema-train_ddp", key)[-2:]
+
+
+def test_averaging_may_begin_and_end_with_a_resume(runs):
+    _, folder = runs(0)
+    assert "has no moving average: it starts at the weights of step 3" in (folder / "ema-later/train.log").read_text()
+    assert_same(stored(folder, "ema-later", 6, "model"), weights(folder, "without"))
+    assert "val/ema_loss" not in read_metrics(folder / "ema-later")[3]
+    assert "val/ema_loss" in read_metrics(folder / "ema-later")[6]
+    assert "which ema.decay=null ignores" in (folder / "ema-later/train.log").read_text()
+    assert stored(folder, "ema-later", 8, "ema") == {}
+    assert_same(weights(folder, "ema-later"), stored(folder, "ema-later", 8, "model"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_linear_probe_trains_its_head_alone(runs, script):
+    """And saves the rest all the same, as it was drawn."""
+    _, folder = runs(0)
+    cfg = load_config()
+    start = VisionTransformer(cfg.model)
+    start.init_weights(cfg.seed)
+    raw = stored(folder, f"probe-{script}", 6, "model")
+    assert_same({n: t for n, t in raw.items() if "head" not in n}, {
+        n: t for n, t in start.state_dict().items() if "head" not in n
+    })  # fmt: skip
+    assert (raw["head.weight"] - start.head.weight).abs().max() > 1e-4
+    optim = stored(folder, f"probe-{script}", 6, "optim")
+    assert {key.rsplit(".", 1)[0] for key in optim} == {"head.weight", "head.bias"}
+    assert_same(raw, stored(folder, "probe-train_ddp", 6, "model"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_sincos_positions_stay_and_are_saved(runs, script):
+    _, folder = runs(0)
+    cfg = load_config("model.pos_embed=sincos", "model.class_token=true")
+    start = VisionTransformer(cfg.model)
+    start.init_weights(cfg.seed)
+    raw = stored(folder, f"fixed-{script}", 6, "model")
+    assert torch.equal(raw["pos_embed"], start.pos_embed)
+    assert not any(key.startswith("pos_embed") for key in stored(folder, f"fixed-{script}", 6, "optim"))
+    assert raw["pre_logits.fc.weight"].shape == (16, 24)
+    assert_same(raw, stored(folder, "fixed-train_ddp", 6, "model"))
+
+
+def test_fine_tuning_leaves_the_hidden_layer_of_the_head_behind(runs):
+    """And draws the head anew, also for the same number of classes: it stood on other features."""
+    _, folder = runs(0)
+    assert "drawn anew: head.weight, head.bias" in (folder / "tuned/train.log").read_text()
+    tuned, raw = weights(folder, "tuned"), stored(folder, "fixed-train_ddp", 6, "model")
+    assert tuned["head.weight"].shape == (6, 24)
+    assert tuned["pos_embed"].shape == (1, 10, 24)
+    torch.testing.assert_close(tuned["blocks.0.attn.qkv.weight"], raw["blocks.0.attn.qkv.weight"], rtol=0, atol=1e-20)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_hugging_faces_model_trains_as_ours(runs, script):
+    """Hugging Face's own from the same start: the same curve, and an export under timm's names."""
+    _, folder = runs(0)
+    for key in ("train/loss", "train/grad_norm"):
+        ours, theirs = (column(folder, name, key) for name in ("ours-paper", f"hf-{script}"))
+        assert theirs == pytest.approx(ours, abs=1e-5)
+    assert_same(weights(folder, f"hf-{script}"), weights(folder, "ours-paper"), 1e-5)
+    assert "blocks.1.attn.k.weight" in stored(folder, f"hf-{script}", 6, "model")
+    cfg = load_config("model.class_token=true", "model.global_pool=token", "model.implementation=hf").model
+    model = build_model(cfg, None)
+    assert isinstance(model.hugging_face, ViTForImageClassification)
+    assert len(model.shard_units()) == 2
+    assert model.flops_per_image() == VisionTransformer(cfg).flops_per_image()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_timms_model_trains_as_ours(runs, script):
+    """timm's own model from the same start: the same curve, checkpoint and export, which ours goes on with."""
+    _, folder = runs(0)
+    for key in ("train/loss", "train/grad_norm"):
+        ours, theirs = (column(folder, name, key) for name in ("ours", f"timm-{script}"))
+        assert theirs == pytest.approx(ours, abs=1e-5)
+    ours = weights(folder, "ours")
+    assert_same(weights(folder, f"timm-{script}"), ours, 1e-5)
+    assert_same(weights(folder, "timm-chain"), ours, 1e-5)
+    cfg = load_config("model.implementation=timm")
+    assert isinstance(build_model(cfg.model, cfg.fp8_config), TimmViT)
