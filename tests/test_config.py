@@ -268,7 +268,7 @@ REFUSED = {
     "flip": ("data.hflip=1.5", "data.hflip=1.5", "less than or equal to 1"),
     "crop_pct": ("data.crop_pct=0", "data.crop_pct=0", "greater than 0"),
     "workers": ("data.num_workers=-1", "data.num_workers=-1", "greater than or equal to 0"),
-    "source": ("data.source=webdataset", "data.source='webdataset'", "'folder' or 'synthetic'"),
+    "source": ("data.source=lmdb", "data.source='lmdb'", "'folder', 'webdataset' or 'synthetic'"),
     "beta of one": ("optimizer.betas=[0.9,1.0]", "optimizer.betas", "1.0", "less than 1"),
     "three betas": ("optimizer.betas=[0.9,0.95,0.999]", "optimizer.betas", "0.95", "at most 2"),
     "three sides": ("model.img_size=[28,28,28]", "model.img_size=[28, 28, 28]", "at most 2"),
