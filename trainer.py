@@ -142,8 +142,11 @@ def train(
         # 4. Evaluate, then save: a step's checkpoint knows its score, and a new best always has one.
         is_new_best = False
         if _is_due(step, cfg.evaluation.every_n_steps, is_last_step):
-            result = evaluate(run.model, val_loader, normalize, device=device, is_stopped=session.stop.agreed)
-            is_unscored = result is None
+            # Asked before, too: while the loader forks its workers, nothing of this may be under way in gloo's threads.
+            is_unscored = session.stop.agreed(wait=True)
+            if not is_unscored:
+                result = evaluate(run.model, val_loader, normalize, device=device, is_stopped=session.stop.agreed)
+                is_unscored = result is None
             if is_unscored:
                 break
             metrics.write(step, result)
