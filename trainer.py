@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 import checkpoint
+import preemption
 from distributed import Session, set_status
 from imagenet_dataset import PADDING, num_train_steps, scan
 from metrics import MetricLogger, Speed
@@ -82,7 +83,9 @@ def train(
     first_bad_step = torch.full((), NEVER, device=device)  # stays on the device until a log step or a save reads it
 
     run.model.train()
-    batches = iter(train_loader)
+    session.stop.agreed(wait=True)  # makes its group, before the loaders fork their workers
+    with preemption.held():
+        batches = iter(train_loader)
     done, is_unscored = start_step, resumed.is_unscored
     if is_unscored:  # the run was stopped in the evaluation of that step
         result = evaluate(run.model, val_loader, normalize, device=device, is_stopped=session.stop.agreed)
@@ -193,7 +196,9 @@ def evaluate(
     """
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1 hits, top-5 hits, images
     model.eval()
-    for images, labels in loader:
+    with preemption.held():
+        batches = iter(loader)
+    for images, labels in batches:
         if is_stopped():
             model.train()
             return None
