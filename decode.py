@@ -247,9 +247,12 @@ class Ahead:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return self._decoded(iter(self.loader))  # whose workers start now, not at the first batch
+
+    def _decoded(self, batches: Iterator) -> Iterator[tuple[Any, ...]]:
         with concurrent.futures.ThreadPoolExecutor(self.depth, "nvjpeg") as threads:
             coming: collections.deque = collections.deque()
-            for batch, *rest in self.loader:
+            for batch, *rest in batches:
                 coming.append((threads.submit(self._decode, batch), rest))
                 if len(coming) > self.depth:
                     yield self._take(*coming.popleft())

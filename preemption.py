@@ -38,6 +38,16 @@ def ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Keep the signals waiting while workers are forked: each is born with them blocked, and lives to be shielded."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def shield(_worker: int) -> None:
     """Let the signals pass in a loader's worker, which must go on feeding its rank; a `worker_init_fn`.
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 import checkpoint
+import preemption
 import shared_memory
 from augment import Mixup
 from distributed import Session, set_status
@@ -93,7 +94,9 @@ def train(
     first_bad_step = torch.full((), NEVER, device=device)  # stays on the device until a log step or a save reads it
 
     run.model.train()
-    batches = iter(train_loader)
+    session.stop.agreed(wait=True)  # makes its group, before the loaders fork their workers
+    with preemption.held():
+        batches = iter(train_loader)
     done, is_unscored = start_step, resumed.is_unscored
     if is_unscored:  # the run was stopped in the evaluation of that step
         result = score(run, val_loader, normalize, device=device, is_stopped=session.stop.agreed)
@@ -156,8 +159,11 @@ def train(
         # 4. Evaluate, then save: a step's checkpoint knows its score, and a new best always has one.
         is_new_best = False
         if _is_due(step, cfg.evaluation.every_n_steps, is_last_step):
-            result = score(run, val_loader, normalize, device=device, is_stopped=session.stop.agreed)
-            is_unscored = result is None
+            # Asked before, too: while the loader forks its workers, nothing of this may be under way in gloo's threads.
+            is_unscored = session.stop.agreed(wait=True)
+            if not is_unscored:
+                result = score(run, val_loader, normalize, device=device, is_stopped=session.stop.agreed)
+                is_unscored = result is None
             if is_unscored:
                 break
             metrics.write(step, result)
@@ -216,7 +222,9 @@ def evaluate(
     """
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1 hits, top-5 hits, images
     model.eval()
-    for images, labels in loader:
+    with preemption.held():
+        batches = iter(loader)
+    for images, labels in batches:
         if is_stopped():
             model.train()
             return None

@@ -173,13 +173,13 @@ def check(folder, code, target, seconds, log):
     return None
 
 
-def matrix(seed, folder, report):
+def matrix(scripts, seed, folder, report):
     """All lives, a row a cell and a row an end, each handed to `report` as it comes."""
     from conftest import TINY, make_pictures
 
     rng = random.Random(seed)
     pictures = make_pictures(folder / "pictures")
-    for script in SCRIPTS:
+    for script in scripts:
         base = [*TINY, f"data.path={pictures}", f"num_train_steps={STEPS}", "data.num_workers=1", "micro_batch_size=6"]
         base += [f"checkpoint.save_every_n_steps={SAVE_EVERY}", f"evaluation.every_n_steps={EVALUATE_EVERY}"]
         straight = folder / f"straight-{script}"
@@ -239,6 +239,7 @@ def compare(code, life, straight):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tools"))
@@ -251,7 +252,7 @@ def main():
         print(json.dumps(row), flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        matrix(args.seed, Path(folder), report)
+        matrix(args.scripts, args.seed, Path(folder), report)
     cells, ends = [row for row in rows if "phase" in row], [row for row in rows if "end" in row]
     bad = [row for row in cells if row["wrong"]] + [row for row in ends if row["end"] != "identical"]
     summary = {"cells": len(cells), "runs": len(ends), "bad": len(bad), "slowest_s": max(c["seconds"] for c in cells)}

@@ -128,6 +128,7 @@ def test_signals_from_the_first_line_on(pictures, tmp_path):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.005)
+    assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
     process.send_signal(signal.SIGUSR1)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err.decode()
