@@ -63,6 +63,7 @@ class TrainState:
         ema: EmaConfig,
         *,
         after_load: Callable[[], None] = lambda: None,
+        after_exchange: Callable[[], None] = lambda: None,
     ) -> None:
         """Takes the parameters as they are now, wrapped and sharded; they must stay the same objects.
 
@@ -72,12 +73,20 @@ class TrainState:
             scaling: the state of FP8's delayed scaling, the same on every rank; empty without.
             ema: whether weights are averaged, and how.
             after_load: called once the weights were written, for strategies that compute with copies of them.
+            after_exchange: called after that, where weights change between two forward passes (EMA), for strategies
+                that keep gathered copies from one to the next.
         """
         self.weights = {timm_name(name): parameter for name, parameter in model.named_parameters()}
         self.optimizer = optimizer
         self.scaling = scaling
         self.ema = None if ema.decay is None else Ema(self.weights, ema)
         self.after_load = after_load
+        self.after_exchange = after_exchange
+
+    def exchanged(self) -> None:
+        """The weights were exchanged for their averages, or back."""
+        self.after_load()
+        self.after_exchange()
 
     def tensors(self, step: int) -> dict[str, Any]:
         """The live tensors, nested as DCP takes them."""

@@ -47,19 +47,19 @@ class Ema:
         torch._foreach_copy_(*self._local())
 
     @contextlib.contextmanager
-    def in_model(self, after_load: Callable[[], None]) -> Iterator[None]:
+    def in_model(self, exchanged: Callable[[], None]) -> Iterator[None]:
         """Inside, the model's weights are the averages; afterwards its own, bit for bit.
 
         Args:
-            after_load: called after each exchange, for strategies that compute with copies of the weights.
+            exchanged: called after each exchange, for strategies that compute with copies of the weights.
         """
         self._exchange()
-        after_load()
+        exchanged()
         try:
             yield
         finally:
             self._exchange()
-            after_load()
+            exchanged()
 
     @torch.no_grad()
     def _exchange(self) -> None:

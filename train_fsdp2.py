@@ -66,7 +66,7 @@ def main(cfg: Config) -> dict[str, float]:
                 unit.reshard()
 
         # Restore, then train from there.
-        state = checkpoint.TrainState(model, optimizer, model.scaling, cfg.ema, after_load=reshard)
+        state = checkpoint.TrainState(model, optimizer, model.scaling, cfg.ema, after_exchange=reshard)
         resumed = checkpoint.restore(state, cfg, session)
         loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, model.flops_per_image())

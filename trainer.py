@@ -200,7 +200,7 @@ def score(run: Run, loader: DataLoader, normalize: "Normalize", **options: Any) 
     result = evaluate(run.model, loader, normalize, **options)
     if result is None or run.state.ema is None:
         return result
-    with run.state.ema.in_model(run.state.after_load):
+    with run.state.ema.in_model(run.state.exchanged):
         averaged = evaluate(run.model, loader, normalize, **options)
     return averaged and result | {f"val/ema_{key}": averaged[f"val/{key}"] for key in ("loss", "top1")}
 

@@ -4,6 +4,7 @@ import schema  # noqa: F401  (before torch)
 
 import functools
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -63,6 +64,17 @@ def nproc(request):
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs")
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_one_test():
+    """A run in the test's own process sets up logging; the next test shall not hear of it."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    for handler in [handler for handler in root.handlers if handler not in before]:
+        root.removeHandler(handler)
+    root.setLevel(level)
 
 
 def started_once(start):
