@@ -376,6 +376,49 @@ def cpu_seconds(dataset: Any, keys: list[Any], collate: Callable, batch: int) ->
     return (clocks[-1] - clocks[0]) / (len(batches) - 1) / batch  # the first batch warms up
 
 
+def parts_of_a_picture(dataset: Any, keys: list[Any]) -> dict[str, float]:
+    """CPU milliseconds a picture, the best of ten rounds: all of it, and each part alone with what it needs at hand."""
+    import torch
+
+    import imagenet_dataset as data
+
+    read, decoder, cfg = dataset.pictures.read, dataset.decoder, dataset.cfg
+    files = [read(index) for _, index in keys]
+    headers = [decoder.open(file) for file in files]
+    images = [decoder.tensor(file) for file in files]
+    interpolation = data.InterpolationMode(cfg.interpolation)
+
+    def cut(image: Any) -> Any:
+        box = data.crop_box(image, cfg)
+        return data.F.resized_crop(image, *box, [cfg.image_size] * 2, interpolation=interpolation, antialias=True)
+
+    cuts = [cut(image) for image in images]
+
+    def seed(key: tuple[int, int]) -> None:
+        with data.seeded(dataset.seed, key[0]):
+            pass
+
+    decode = functools.partial(map, decoder.tensor, files, headers)
+    work: dict[str, Callable[[], Any]] = {
+        "all": lambda: map(dataset.__getitem__, keys),
+        "decode": decode,
+        "crop and resize": lambda: map(cut, images),
+        "read the file": lambda: map(read, (index for _, index in keys)),
+        "read the header": lambda: map(decoder.open, files),
+        "flip": lambda: map(dataset.augment, cuts),
+        "seed the generators": lambda: map(seed, keys),
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a loader process
+    best = dict.fromkeys(work, float("inf"))
+    for _, (name, make) in itertools.product(range(10), work.items()):
+        start = time.process_time()
+        collections.deque(make(), maxlen=0)
+        best[name] = min(best[name], (time.process_time() - start) / len(keys))
+    torch.set_num_threads(threads)
+    return {name: round(1e3 * seconds, 3) for name, seconds in best.items()}
+
+
 def dali(files: list[str], size: int, interpolation: str, batch: int) -> Callable[[], float] | None:
     """A function that measures DALI's CPU seconds an image (decodes the crop, antialiased); None without DALI."""
     try:
@@ -417,7 +460,7 @@ def loader(args: argparse.Namespace) -> dict[str, Any]:
     import imagenet_dataset as data
 
     originals = sorted(path.resolve() for path in args.files.rglob("*") if path.suffix.lower() in (".jpeg", ".jpg"))
-    results: dict[str, Any] = {"files": len(originals), "per_core": {}, "to_device": []}
+    results: dict[str, Any] = {"files": len(originals), "per_core": {}, "parts_ms": {}, "to_device": []}
     with tempfile.TemporaryDirectory() as folder:
         for split, repeats in (("train", args.repeat), ("val", 1)):  # links: the page cache holds the files once
             for i, (path, k) in enumerate(itertools.product(originals, range(repeats))):
@@ -460,6 +503,12 @@ def loader(args: argparse.Namespace) -> dict[str, Any]:
             row = {"images_per_core_second": rate, "rounds": [round(1 / s, 1) for s in measured]}
             results["per_core"][name] = row
             print(json.dumps({"way": name} | row), flush=True)
+
+        if args.rounds:
+            cfg = config("data.decoder=torchvision")
+            ours = data.PictureDataset(data.pictures(cfg.data, "train"), cfg, is_train=True)
+            results["parts_ms"] = parts_of_a_picture(ours, [(i, i * args.repeat) for i in range(len(originals))])
+            print(json.dumps(results["parts_ms"]), flush=True)
 
         for decoder in ("torchvision", "nvjpeg") if torch.cuda.is_available() else ("torchvision",):
             workers = f"data.num_workers={args.workers}"
