@@ -131,7 +131,7 @@ def test_processes_of_a_machine_make_it_once(tree):
     for i in range(2000):
         (tree / f"train/a/many{i}.jpg").touch()
     age(tree)
-    slow = "lambda *a: print('listing') or time.sleep(3) or real(*a)"  # so that all are there at the same time
+    slow = "lambda *a: print('listing') or time.sleep(1.5) or real(*a)"  # so that all are there at the same time
     spy = f"import folders, time; real = folders._list; folders._list = {slow}; {LIST}"
     running = [
         subprocess.Popen([sys.executable, "-c", spy, tree], cwd=ROOT, stdout=subprocess.PIPE, text=True)

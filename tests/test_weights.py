@@ -762,8 +762,8 @@ def test_the_tool_complains_in_one_line(arguments, complaint, stored, tmp_path, 
 
 
 def test_export_takes_the_memory_of_the_weights_alone(tmp_path):
-    """X11: no optimizer state is read, and weights are not copied once more. 77 MiB of weights, five times in all."""
-    cfg = small("embed_dim=512 depth=6 num_heads=8")
+    """X11: no optimizer state is read, and weights are not copied once more. 50 MiB of weights, five times in all."""
+    cfg = small("embed_dim=512 depth=4 num_heads=8")
     folder, tensors = write_step(tmp_path, cfg, moments=4)
     size = sum(p.numel() * 4 for p in tensors.values()) / 2**20
     code = """
@@ -779,7 +779,7 @@ print(peak() - before)
         [sys.executable, "-c", code, folder, tmp_path / "out"], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
-    assert size > 70
+    assert size > 45
     assert float(done.stdout) < 2 * size + 50  # the weights, and the file as safetensors builds it
 
 
