@@ -20,7 +20,7 @@ from typing import Any
 
 import timm
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
 
 import weights
@@ -87,18 +87,18 @@ def find(paths: list[Path]) -> Iterator[Path]:
 
 def sheet(answers: list[dict[str, Any]], reader: Reader, target: Path, *, columns: int = 4, size: int = 224) -> None:
     """A contact sheet: each picture as it is, and its classes below it."""
-    lines, height = 3, size + 3 * 16 + 8
+    lines, height, font = 3, size + 3 * 18 + 8, ImageFont.load_default(size=14)
     rows = -(-len(answers) // columns)
     page = Image.new("RGB", (columns * (size + 8), rows * height), "white")
     draw = ImageDraw.Draw(page)
     for i, answer in enumerate(answers):
         left, top = (i % columns) * (size + 8) + 4, (i // columns) * height + 4
         image = bounded(reader.decoder.pillow(Path(answer["file"]).read_bytes())).convert("RGB")
-        image.thumbnail((size, size))
+        image = ImageOps.contain(image, (size, size))  # small ones grow
         page.paste(image, (left + (size - image.width) // 2, top + (size - image.height) // 2))
         for line, found in enumerate(answer["top"][:lines]):
             text = f"{found['probability']:4.0%}  {found['description'].split(',')[0]}"
-            draw.text((left, top + size + 2 + 16 * line), text[:36], fill="black")
+            draw.text((left, top + size + 2 + 18 * line), text[:32], fill="black", font=font)
     page.save(target)
 
 
