@@ -56,7 +56,7 @@ def check_versions(requirements: Path = PROJECT_DIR / "requirements.txt") -> Non
         exit_with(f"Python {sys.version.split()[0]} is too old: this recipe needs Python 3.10 or newer")
     from packaging.requirements import Requirement
 
-    needed = {"torch", "torchvision", "timm", "torchdata", "hydra-core", "omegaconf", "pydantic", "megatron-fsdp"}
+    needed = {"torch", "torchvision", "timm", "hydra-core", "omegaconf", "pydantic", "megatron-fsdp"}
     for line in requirements.read_text().splitlines():
         if not (line := line.split("#")[0].strip()):
             continue

@@ -697,7 +697,7 @@ def test_package_of_another_version_is_one_line(capsys, tmp_path, line):
 
 
 @pytest.mark.usefixtures("lone_process")
-@pytest.mark.parametrize("missing", ["torch", "torchdata", "hydra-core", "megatron-fsdp"])
+@pytest.mark.parametrize("missing", ["torch", "timm", "hydra-core", "megatron-fsdp"])
 def test_package_that_is_not_installed_is_one_line(capsys, monkeypatch, missing):
     version = importlib.metadata.version
 

@@ -43,7 +43,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-PACKAGES = ("torch", "torchvision", "timm", "megatron-fsdp", "transformer-engine", "torchdata", "hydra-core", "pillow")
+PACKAGES = ("torch", "torchvision", "timm", "megatron-fsdp", "transformer-engine", "hydra-core", "pillow")
 
 
 def provenance() -> dict[str, Any]:
