@@ -10,7 +10,6 @@ exit code is then 1.
 
 import schema
 
-import argparse
 import json
 import sys
 import tempfile
@@ -104,7 +103,7 @@ def sheet(answers: list[dict[str, Any]], reader: Reader, target: Path, *, column
 
 def main(argv: list[str] | None = None) -> None:
     """Parse, read, classify in batches, answer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = schema.Parser(__doc__)
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("pictures", type=Path, nargs="+", metavar="PICTURE")
     parser.add_argument("--top", type=int, default=5, help="classes a picture")

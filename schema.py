@@ -7,6 +7,7 @@ this file. A mistake is one line from rank 0 that names the key, the value and t
 Import this module before torch: it refuses Python and package versions that are too old in one line.
 """
 
+import argparse
 import contextlib
 import difflib
 import importlib
@@ -45,6 +46,17 @@ def exit_with(message: str, *, rank_variable: str = "RANK", code: int = 2) -> No
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(10)
     sys.exit(code)
+
+
+class Parser(argparse.ArgumentParser):
+    """The tools' command line: complains in one line, as the entrypoints do; its help is the module's docstring."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2."""
+        exit_with(message)
 
 
 def check_versions(requirements: Path = PROJECT_DIR / "requirements.txt") -> None:

@@ -15,24 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import schema
 
-import argparse
-
 import weights
 
 EXPORTS = {"timm": weights.export_timm, "hugging-face": weights.export_hugging_face}
 
 
-class Parser(argparse.ArgumentParser):
-    """Complains in one line, as the entrypoints do."""
-
-    def error(self, message: str) -> None:
-        """Exit with 2."""
-        schema.exit_with(message)
-
-
 def main() -> None:
     """Parse, convert, say what was written."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = schema.Parser(__doc__)
     parser.add_argument("source", type=Path, metavar="SOURCE")
     parser.add_argument("target", type=Path, metavar="TARGET")
     parser.add_argument("--format", choices=EXPORTS, required=True)

@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import schema
 
-import argparse
 import json
 import os
 
@@ -65,7 +64,7 @@ def evaluate(
 
 def main(argv: list[str] | None = None) -> None:
     """Parse, load, count, answer from rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = schema.Parser(__doc__)
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--batch-size", type=int, default=64, help="pictures a process and batch")

@@ -42,14 +42,6 @@ from imagenet_dataset import scan
 SPLITS = ("train", "val")
 
 
-class Parser(argparse.ArgumentParser):
-    """Complains in one line, as the entrypoints do."""
-
-    def error(self, message: str) -> None:
-        """Exit with 2."""
-        schema.exit_with(message)
-
-
 @dataclasses.dataclass(frozen=True)
 class Pictures:
     """Pictures of one split, in an order that is the same each time.
@@ -268,7 +260,7 @@ def _number(kind: type, *, above: int) -> Callable[[str], Any]:
 
 def main() -> None:
     """Parse and run."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = schema.Parser(__doc__)
     parser.add_argument("source", metavar="SOURCE", nargs="?")
     parser.add_argument("target", metavar="TARGET", nargs="?", type=Path)
     parser.add_argument("--index", metavar="FOLDER", help="only write the index files of the shards in FOLDER")

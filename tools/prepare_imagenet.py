@@ -281,7 +281,7 @@ def prepare(args: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     """Parse, work, say what is missing."""
-    parser = make_shards.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = schema.Parser(__doc__)
     parser.add_argument("archives", metavar="ARCHIVES", type=Path)
     parser.add_argument("target", metavar="TARGET", type=Path)
     parser.add_argument("--splits", nargs="+", choices=("train", "val"), default=["train", "val"])
