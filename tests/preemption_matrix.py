@@ -34,7 +34,7 @@ SIGNALS = {"SIGTERM": [TERM], "SIGUSR1": [USR1], "SIGUSR1, SIGTERM": [USR1, TERM
 TARGETS = {"one rank": SIGNALS, "all ranks": SIGNALS, "torchrun": SIGNALS, "all processes": ("SIGUSR1",)}
 PHASES = ("start", "step", "evaluation", "save")
 SCRIPTS = ("train_ddp", "train_fsdp2")
-STEPS, SAVE_EVERY, EVALUATE_EVERY = 150, 7, 5
+STEPS, SAVE_EVERY, EVALUATE_EVERY = 400, 7, 5
 GRACE = 60  # seconds: on two busy cores a start alone takes half of them; torchrun itself is told to wait as long
 
 
