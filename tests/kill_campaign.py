@@ -9,6 +9,11 @@ alone. Its losses of every step and its final weights must equal the straight ru
 that it cannot go on.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import schema
 
 import argparse
@@ -21,10 +26,8 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 from conftest import ROOT, TINY, make_pictures, read_metrics, weights

@@ -11,6 +11,11 @@ itself. At the end the losses of every step, the scores, the best result and the
 run's bit for bit.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import schema
 
 import argparse
@@ -22,10 +27,8 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
