@@ -43,7 +43,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-PACKAGES = ("torch", "torchvision", "timm", "megatron-fsdp", "transformer-engine", "hydra-core", "pillow")
+PACKAGES = ("torch", "torchvision", "timm", "megatron-fsdp", "transformer-engine", "hydra-core")
+PACKAGES += ("pillow", "nvidia-dali-cuda120")
 
 
 def provenance() -> dict[str, Any]:
