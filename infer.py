@@ -57,6 +57,7 @@ class Reader:
 
     def __init__(self, model: nn.Module, config: dict[str, Any]) -> None:
         settings = timm.data.resolve_model_data_config(model)
+        self.shape = settings["input_size"]
         self.transform = timm.data.create_transform(**settings, is_training=False)
         decoding = config.get("decoding") or {"exif_orientation": False, "max_pixels": 2**28}  # timm's own folders
         self.decoder = Decoder(settings["input_size"][0], decoder="pillow", **decoding)

@@ -7,7 +7,7 @@ import math
 import pytest
 import timm
 import torch
-from conftest import ROOT, read_metrics, run_tasks, started_once
+from conftest import ROOT, TINY, read_metrics, run_tasks, started_once
 
 SECOND = {  # configs that begin with what another one left
     "deit3_b16_224": "deit3_b16",
@@ -19,13 +19,7 @@ NAMES = sorted(
     (file.stem for file in (ROOT / "config").glob("*.yaml") if file.stem != "defaults"), key=lambda n: (n in SECOND, n)
 )
 SHRUNK = [
-    "model.img_size=16",
-    "model.patch_size=8",
-    "model.embed_dim=24",
-    "model.depth=2",
-    "model.num_heads=3",
-    "model.num_classes=6",
-    "model.in_chans=3",
+    *(override for override in TINY if override.startswith("model.")),
     "model.transformer_engine=false",  # which needs CUDA
     "global_batch_size=24",
     "num_train_steps=2",

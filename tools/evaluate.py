@@ -35,12 +35,12 @@ class Pictures(Dataset):
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
         _, index = key
-        place = max(index, 0)
+        if index == PADDING:
+            return torch.zeros(self.reader.shape), PADDING
         try:
-            image = self.reader(self.folder.read(place))
+            return self.reader(self.folder.read(index)), int(self.folder.labels[index])
         except PictureError as error:
-            raise OSError(f"cannot read {self.folder.name(place)}: {error}") from error
-        return (image, int(self.folder.labels[place])) if index != PADDING else (torch.zeros_like(image), PADDING)
+            raise OSError(f"cannot read {self.folder.name(index)}: {error}") from error
 
 
 @torch.inference_mode()
