@@ -13,7 +13,7 @@ Pillow decodes what the reference numbers of timm and torchvision were made with
 pixels faster, since both are libjpeg-turbo; it takes JPEGs only, everything else goes to Pillow.
 """
 
-from schema import Config, pair
+from schema import Config, DataConfig, pair
 
 import collections
 import concurrent.futures
@@ -54,6 +54,12 @@ class Decoder:
         self.exif_orientation = exif_orientation
         self.max_pixels = max_pixels
         self.use_pillow = decoder == "pillow"
+
+    @classmethod
+    def of(cls, cfg: DataConfig, in_chans: int) -> "Decoder":
+        """What the config says."""
+        exif, most = cfg.exif_orientation, cfg.max_pixels
+        return cls(in_chans, decoder=cfg.decoder, exif_orientation=exif, max_pixels=most)
 
     def open(self, data: bytes) -> Image.Image:
         """The header, read and checked; no pixel is decoded.

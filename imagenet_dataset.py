@@ -103,8 +103,7 @@ class PictureDataset(Dataset):
     def __init__(self, pictures: Pictures, cfg: Config, *, is_train: bool) -> None:
         self.pictures, self.is_train, self.seed = pictures, is_train, cfg.seed
         self.skips = cfg.data.on_error == "skip"
-        how = {key: getattr(cfg.data, key) for key in ("decoder", "exif_orientation", "max_pixels")}
-        self.decoder = Decoder(cfg.model.in_chans, **how)
+        self.decoder = Decoder.of(cfg.data, cfg.model.in_chans)
         self.use_gpu = is_train and cfg.data.decoder == "nvjpeg"
         self.cfg = cfg.data
         self.augment, self.eval_transform = Augment(cfg.data), eval_transform(cfg.data)

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,21 @@ def handlers_of_one_test():
     for handler in [handler for handler in root.handlers if handler not in before]:
         root.removeHandler(handler)
     root.setLevel(level)
+
+
+def mark_phase(file, phase, owner, name, seconds=0.0):
+    """From here on a call of owner.name writes `phase` to the open file as it begins, waits, and "step" as it ends."""
+    original = getattr(owner, name)
+
+    def marked(*args, **kwargs):
+        os.pwrite(file, phase.ljust(10).encode(), 0)
+        time.sleep(seconds)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            os.pwrite(file, b"step".ljust(10), 0)
+
+    setattr(owner, name, marked)
 
 
 def started_once(start):

@@ -19,6 +19,7 @@ import schema
 import argparse
 import collections
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -30,7 +31,7 @@ import tempfile
 import time
 
 import torch
-from conftest import ROOT, TINY, make_pictures, read_metrics, weights
+from conftest import ROOT, TINY, make_pictures, mark_phase, read_metrics, weights
 
 PHASES = ("start", "step", "write", "commit", "prune")
 VICTIMS = ("one rank", "all ranks", "torchrun")
@@ -47,18 +48,7 @@ def rank_main():
     Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
     file = os.open(Path(folder, f"phase.{rank}"), os.O_CREAT | os.O_WRONLY)
 
-    def mark(phase, owner, name, seconds=0.0):
-        original = getattr(owner, name)
-
-        def marked(*args, **kwargs):
-            os.pwrite(file, phase.ljust(8).encode(), 0)
-            time.sleep(seconds)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                os.pwrite(file, b"step    ", 0)
-
-        setattr(owner, name, marked)
+    mark = functools.partial(mark_phase, file)
 
     mark("write", checkpoint.Saver, "_write")
     mark("commit", checkpoint.Saver, "_commit", 0.01)  # where a kill is most likely to tear something

@@ -23,8 +23,7 @@ def outcome(path: Path, cfg: schema.Config) -> str:
     """Size and mean colour of the picture, or why there is none."""
     try:
         data = path.read_bytes()
-        how = {key: getattr(cfg.data, key) for key in ("decoder", "exif_orientation", "max_pixels")}
-        decoder = decode.Decoder(3, **how)
+        decoder = decode.Decoder.of(cfg.data, in_chans=3)
         image = decoder.tensor(data)
         cropped = imagenet_dataset.eval_transform(cfg.data)(decode.bounded(decoder.pillow(data)))
         assert cropped.shape == (3, 224, 224)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import schema
 
 import argparse
+import functools
 import importlib
 import itertools
 import json
@@ -51,21 +52,12 @@ def rank_main(folder, script, *overrides):
     os.pwrite(file, b"start     ", 0)
     Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
 
+    from conftest import mark_phase
+
     import checkpoint
     import trainer
 
-    def mark(phase, owner, name, seconds):
-        original = getattr(owner, name)
-
-        def marked(*args, **kwargs):
-            os.pwrite(file, phase.ljust(10).encode(), 0)
-            time.sleep(seconds)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                os.pwrite(file, b"step      ", 0)
-
-        setattr(owner, name, marked)
+    mark = functools.partial(mark_phase, file)
 
     mark("save", checkpoint.Saver, "_write", 0.01)
     mark("save", checkpoint.Saver, "_commit", 0.01)

@@ -35,9 +35,7 @@ def config(path, *overrides):
 
 
 def decoder(name="torchvision", *overrides, in_chans=3):
-    data = config("unused", f"data.decoder={name}", *overrides).data
-    how = {key: getattr(data, key) for key in ("decoder", "exif_orientation", "max_pixels")}
-    return decode.Decoder(in_chans, **how)
+    return decode.Decoder.of(config("unused", f"data.decoder={name}", *overrides).data, in_chans)
 
 
 def file_of(image, kind="PNG", **options):
