@@ -11,28 +11,25 @@ starts the stream at its step. Batches are uint8 (B, C, Y, X); they are normalis
 
 from schema import Config, ConfigError, DataConfig, micro_batch, pair
 
-import contextlib
 import functools
 import logging
 import math
-import random
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
-from timm.data.transforms import RandomResizedCropAndInterpolation
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
 import preemption
 import shards
-from augment import Augment
+from augment import Augment, crop_box, seeded
 from decode import Ahead, Decoder, Encoded, Jpeg, PictureError, bounded, encode
 from folders import Folder, scan
+from resident import Pixels, Plans, Resident
 
 logger = logging.getLogger(__name__)
 PADDING = -1  # label of the images that fill up the last validation batch; they count for nothing
@@ -149,14 +146,6 @@ class PictureDataset(Dataset):
         return self.augment(image)
 
 
-def crop_box(image: torch.Tensor | Image.Image, cfg: DataConfig) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a random resized crop (Szegedy et al., arXiv 1409.4842).
-
-    timm's function does what torchvision's does, in a tenth of the time.
-    """
-    return RandomResizedCropAndInterpolation.get_params(image, cfg.crop_scale, cfg.crop_ratio)
-
-
 def _collate(items: list[tuple[Any, int, list[str]]]) -> tuple[torch.Tensor | Encoded, torch.Tensor, list[str]]:
     """Images, or what the GPU is to decode; labels; failures."""
     content, labels, failures = zip(*items, strict=True)
@@ -181,27 +170,6 @@ class SyntheticDataset(Dataset):
     def __getitem__(self, key: Key) -> tuple[torch.Tensor, int, list[str]]:
         _, index = key
         return self.pool[index % len(self.pool)], PADDING if index == PADDING else index % self.num_classes, []
-
-
-@contextlib.contextmanager
-def seeded(seed: int, number: int) -> Iterator[None]:
-    """Torch's, NumPy's and Python's generators at a point that follows from (seed, number).
-
-    The caller's come back, except in a loader process, which draws from them nowhere else: that takes 0.1 ms a picture.
-    """
-    state = np.random.SeedSequence([seed, number]).generate_state(3).tolist()
-    torch_cpu = torch.default_generator  # not torch.manual_seed: it seeds every accelerator too, 0.5 ms a picture
-    before = (torch_cpu.get_state(), np.random.get_state(), random.getstate()) if get_worker_info() is None else None
-    torch_cpu.manual_seed(state[0])
-    np.random.seed(state[1])
-    random.seed(state[2])
-    try:
-        yield
-    finally:
-        if before is not None:
-            torch_cpu.set_state(before[0])
-            np.random.set_state(before[1])
-            random.setstate(before[2])
 
 
 class TrainSampler(Sampler):
@@ -332,7 +300,9 @@ class Loader(DataLoader):
         logger.warning("%s; left out (%d so far)", text, len(self.unreadable))
 
 
-def build_loaders(cfg: Config, *, rank: int, world_size: int, start_step: int) -> tuple[Loader | Ahead, Loader]:
+def build_loaders(
+    cfg: Config, *, rank: int, world_size: int, start_step: int
+) -> tuple[Loader | Ahead | Resident, Loader]:
     """The training stream from `start_step` on, a microbatch an item, and the validation set, a batch an item."""
     micro, _ = micro_batch(cfg, world_size)
     place = {"rank": rank, "world_size": world_size}
@@ -350,8 +320,19 @@ def build_loaders(cfg: Config, *, rank: int, world_size: int, start_step: int) -
             def order(epoch: int) -> np.ndarray:
                 return shards.epoch_order(train, seed=cfg.seed, epoch=epoch, streams=cfg.data.shard_streams)
 
-    train_loader = Loader(train_set, TrainSampler(cfg, len(train_set), order, start_step=start_step, **place), cfg)
+    sampler = TrainSampler(cfg, len(train_set), order, start_step=start_step, **place)
     val_loader = Loader(val_set, EvalSampler(len(val_set), batch_size=micro, **place), cfg)
+    if cfg.data.resident:
+        pixels = Pixels(train, cfg)
+        all_of_them = [[(0, i) for i in range(n, min(n + 512, len(train)))] for n in range(0, len(train), 512)]
+        plans = Loader(Plans(pixels, cfg), sampler, cfg)
+        return Resident(Loader(pixels, all_of_them, cfg), plans, cfg, _device()), val_loader
+    train_loader = Loader(train_set, sampler, cfg)
     if cfg.data.decoder == "nvjpeg" and cfg.data.source != "synthetic":
-        return Ahead(train_loader, cfg, torch.device("cuda", torch.cuda.current_device())), val_loader
+        return Ahead(train_loader, cfg, _device()), val_loader
     return train_loader, val_loader
+
+
+def _device() -> torch.device:
+    """This process's, which `distributed.dist_session` has chosen."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -257,6 +257,7 @@ class DataConfig:
     path: str | None
     image_size: Size
     num_workers: NonNegativeInt
+    resident: bool
     decoder: Literal["pillow", "torchvision", "nvjpeg"]
     exif_orientation: bool
     max_pixels: PositiveInt
@@ -292,6 +293,17 @@ class DataConfig:
                 "data.on_error=skip with data.decoder=nvjpeg: the GPU decodes when the batch has been put together; "
                 "use data.decoder=torchvision"
             )
+        for key, refused, fix in (
+            ("source", self.source == "synthetic", "there are no files to keep; use folder"),
+            ("decoder", self.decoder == "nvjpeg", "use data.decoder=torchvision, whose time counts once only"),
+            ("on_error", self.on_error == "skip", "all pictures are read at the start; use raise"),
+            ("auto_augment", (self.auto_augment or "").startswith("augmix"), "use one of the other policies"),
+            ("color_jitter", len(self.color_jitter or ()) == 4, "give three numbers, without hue"),
+        ):
+            if self.resident and refused:
+                value = getattr(self, key)
+                value = list(value) if isinstance(value, tuple) else value
+                raise ConfigError(f"data.{key}={value} with data.resident=true: {fix}, or set data.resident=false")
         for key in ("vflip", "auto_augment", "color_jitter", "random_erasing"):
             if self.decoder == "nvjpeg" and (value := getattr(self, key)):
                 raise ConfigError(

@@ -19,7 +19,6 @@ from timm.layers import (
     Mlp,
     PatchDropout,
     PatchEmbed,
-    calculate_drop_path_rates,
     get_act_layer,
 )
 from timm.layers import LayerScale as TimmLayerScale
@@ -42,25 +41,6 @@ class LayerScale(TimmLayerScale):
         return x * self.gamma.type_as(x)
 
 
-class DropPath(nn.Module):
-    """Stochastic depth: drops a residual branch for whole images, and scales what stays by 1 / (1 - drop_prob).
-
-    timm's layer draws with `bernoulli_`, for which torch.compile specialises a graph to each block's own rate until it
-    gives up at its recompile limit (torch 2.11 and 2.14); a comparison takes the rate as an input.
-    """
-
-    def __init__(self, drop_prob: float) -> None:
-        super().__init__()
-        self.drop_prob = drop_prob
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, ...) -> (B, ...)."""
-        if not self.training or self.drop_prob == 0:
-            return x
-        stays = torch.rand(len(x), *[1] * (x.ndim - 1), device=x.device) >= self.drop_prob
-        return x * (stays / (1 - self.drop_prob)).to(x.dtype)
-
-
 class LecunLinear(nn.Linear):
     """A linear layer that starts at LeCun's normal distribution, as the first layer of the ViT paper's head does."""
 
@@ -76,7 +56,7 @@ class AttentionPool(AttentionPoolLatent):
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
-    def __init__(self, cfg: ModelConfig, *, drop_path: float) -> None:
+    def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         norm_layer = functools.partial(nn.LayerNorm, eps=cfg.norm_eps)
 
@@ -95,7 +75,6 @@ class Block(nn.Module):
             norm_layer=norm_layer,
         )
         self.ls1 = scale()
-        self.drop_path1 = DropPath(drop_path)
         self.norm2 = norm_layer(cfg.embed_dim)
         self.mlp = Mlp(
             cfg.embed_dim,
@@ -105,12 +84,16 @@ class Block(nn.Module):
             drop=cfg.proj_drop_rate,
         )
         self.ls2 = scale()
-        self.drop_path2 = DropPath(drop_path)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, N, D) -> (B, N, D)."""
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
-        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+    def forward(self, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+        """(B, N, D) -> (B, N, D); `keep` (2, B, 1, 1) as in `VisionTransformer.drop_path`."""
+        x = x + _scaled(self.ls1(self.attn(self.norm1(x))), keep, 0)
+        return x + _scaled(self.ls2(self.mlp(self.norm2(x))), keep, 1)
+
+
+def _scaled(x: torch.Tensor, keep: torch.Tensor | None, branch: int) -> torch.Tensor:
+    """A residual branch (B, N, D) after drop path."""
+    return x if keep is None else x * keep[branch].to(x.dtype)
 
 
 # TransformerEngine's fused layers hold a norm beside a linear layer, or a whole MLP: their names, and timm's.
@@ -195,7 +178,7 @@ class TEDropoutMlp(nn.Module):
 class TEBlock(nn.Module):
     """`Block` on TransformerEngine's fused layers: the same function, the same options, other kernels."""
 
-    def __init__(self, cfg: ModelConfig, *, drop_path: float, row_multiple: int) -> None:
+    def __init__(self, cfg: ModelConfig, *, row_multiple: int) -> None:
         super().__init__()
         self.row_multiple = row_multiple
         hidden = int(cfg.embed_dim * cfg.mlp_ratio)
@@ -215,13 +198,14 @@ class TEBlock(nn.Module):
         self.ls1, self.ls2 = (
             nn.Identity() if cfg.init_values is None else LayerScale(cfg.embed_dim, cfg.init_values) for _ in range(2)
         )
-        self.drop_path1, self.drop_path2 = DropPath(drop_path), DropPath(drop_path)
 
-    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
-        """(B, N, D) -> (B, N, D)."""
-        x = x + self.drop_path1(self.ls1(self.attn(x, is_first_microbatch)))
+    def forward(
+        self, x: torch.Tensor, keep: torch.Tensor | None = None, is_first_microbatch: bool | None = None
+    ) -> torch.Tensor:
+        """(B, N, D) -> (B, N, D); `keep` as `Block` has it."""
+        x = x + _scaled(self.ls1(self.attn(x, is_first_microbatch)), keep, 0)
         mlp = on_rows(self.mlp, x, self.row_multiple, is_first_microbatch=is_first_microbatch)
-        return x + self.drop_path2(self.ls2(mlp))
+        return x + _scaled(self.ls2(mlp), keep, 1)
 
 
 class VisionTransformer(nn.Module):
@@ -254,16 +238,13 @@ class VisionTransformer(nn.Module):
             else nn.Identity()
         )
         self.norm_pre = norm_layer(width) if cfg.pre_norm else nn.Identity()
-        rates = [cfg.drop_path_rate] * cfg.depth
-        if cfg.drop_path_schedule == "linear":
-            rates = calculate_drop_path_rates(cfg.drop_path_rate, cfg.depth)
         if cfg.transformer_engine:
             te.forget_earlier_models()
             block = functools.partial(TEBlock, row_multiple=te.row_multiple(self.recipe))
         else:
             block = Block
         with te.quantized_weights(self.recipe, enabled=bool(fp8 and fp8.quantized_model_init)):
-            self.blocks = nn.Sequential(*(block(cfg, drop_path=rate) for rate in rates))
+            self.blocks = nn.Sequential(*(block(cfg) for _ in range(cfg.depth)))
         if cfg.transformer_engine:
             te.log_attention_backend()
         self.scaling = te.scaling_state(self, self.recipe)  # live tensors, to be saved with the weights
@@ -300,14 +281,26 @@ class VisionTransformer(nn.Module):
         x = self.patch_embed(x)  # B C Y X -> B N D
         x = self.patch_drop(self.pos_drop(self._add_tokens(x)))
         x = self.norm_pre(x).to(x.dtype)  # autocast norms in FP32, and an FP32 stream would stay one
-        if self.cfg.transformer_engine:
-            with te.quantized(self.recipe, self.scaling):
-                for block in self.blocks:
-                    x = block(x, is_first_microbatch)
-        else:
-            x = self.blocks(x)
+        drops = self.training and self.cfg.drop_path_rate > 0
+        keeps = self.drop_path(len(x), x.device) if drops else [None] * len(self.blocks)
+        options = {"is_first_microbatch": is_first_microbatch} if self.cfg.transformer_engine else {}
+        with te.quantized(self.recipe, self.scaling):
+            for block, keep in zip(self.blocks, keeps, strict=True):
+                x = block(x, keep, **options)
         x = self.norm(x)
         return self.head(self.head_drop(self.pre_logits(self.fc_norm(self._pool(x)))))  # B N D -> B num_classes
+
+    def drop_path(self, batch_size: int, device: torch.device) -> torch.Tensor:
+        """Factors of the residual branches (depth, 2, B, 1, 1): 0 for the images that lose one, else 1 / (1 - rate).
+
+        Stochastic depth (Huang et al., arXiv 1603.09382). Drawn for all blocks at once, and a tensor: a rate that is
+        an attribute of a block makes torch.compile (2.11) compile each block anew until its recompile limit, then give
+        up.
+        """
+        rate, depth = self.cfg.drop_path_rate, self.cfg.depth
+        first = 0.0 if self.cfg.drop_path_schedule == "linear" else rate
+        rates = torch.linspace(first, rate, depth, device=device).view(depth, 1, 1, 1, 1)
+        return (torch.rand(depth, 2, batch_size, 1, 1, device=device) >= rates) / (1 - rates)
 
     def _add_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Prepend class and register tokens and add the positions, in x's dtype: an FP32 table would promote x."""

@@ -2,6 +2,8 @@
 
 import schema
 
+import copy
+import dataclasses
 import functools
 import itertools
 import math
@@ -11,7 +13,7 @@ import pytest
 import timm
 import torch
 from conftest import assert_same
-from timm.layers import lecun_normal_
+from timm.layers import calculate_drop_path_rates, lecun_normal_
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -154,7 +156,6 @@ def test_logits_and_gradients_are_timms(overrides):
 @pytest.mark.parametrize(
     "overrides",
     [
-        "drop_path_rate=0.5 depth=3",
         "drop_rate=0.5",
         "pos_drop_rate=0.5",
         "patch_drop_rate=0.5 reg_tokens=4 global_pool=avg",
@@ -177,36 +178,43 @@ def test_random_numbers_of_training_are_timms(monkeypatch, overrides):
     torch.testing.assert_close(calm, theirs.eval()(x), atol=1e-5, rtol=0)
 
 
-def test_drop_path_takes_whole_images_more_with_depth():
-    cfg = small("depth=3 drop_path_rate=0.6")
-    model, kept, batch = VisionTransformer(cfg), {}, 400
-    randomize(model)
-
-    def record(name, module, args, output):
-        ratio = output / args[0]
-        assert (ratio.flatten(1).std(1) < 1e-5).all()  # all tokens and channels of an image share one factor
-        kept[name] = ratio[:, 0, 0]
-
-    for name, module in model.named_modules():
-        if "drop_path" in name:
-            module.register_forward_hook(functools.partial(record, name))
+@pytest.mark.parametrize(("schedule", "rates"), [("linear", (0.0, 0.3, 0.6)), ("constant", (0.6, 0.6, 0.6))])
+def test_drop_path_takes_images_more_with_depth(schedule, rates):
+    """timm's line from 0, or DeiT III's one rate for all; what stays is scaled up."""
+    model = VisionTransformer(small(f"depth=3 drop_path_rate=0.6 drop_path_schedule={schedule}"))
+    batch = 400
     torch.manual_seed(0)
-    model(images(cfg, batch))
-    for block, rate in enumerate((0.0, 0.3, 0.6)):
-        for name in (f"blocks.{block}.drop_path1", f"blocks.{block}.drop_path2"):
-            survivors = kept[name] != 0
-            torch.testing.assert_close(kept[name][survivors], torch.full((int(survivors.sum()),), 1 / (1 - rate)))
+    keep = model.drop_path(batch, torch.device("cpu"))
+    assert keep.shape == (3, 2, batch, 1, 1)
+    assert calculate_drop_path_rates(0.6, 3) == pytest.approx((0.0, 0.3, 0.6))
+    for factors, rate in zip(keep.flatten(2), rates, strict=True):
+        for branch in factors:
+            survivors = branch != 0
+            torch.testing.assert_close(branch[survivors], torch.full((int(survivors.sum()),), 1 / (1 - rate)))
             assert abs(1 - survivors.float().mean() - rate) <= 5 * (rate * (1 - rate) / batch) ** 0.5
-    assert not torch.equal(kept["blocks.2.drop_path1"], kept["blocks.2.drop_path2"])
-    model.eval()(images(cfg, batch))
-    assert all((ratio == 1).all() for ratio in kept.values())
+    assert not torch.equal(keep[2, 0], keep[2, 1])
 
 
-def test_constant_drop_path_takes_all_blocks_alike():
-    """DeiT III's, unlike timm's line from 0."""
-    model = VisionTransformer(small("depth=3 drop_path_rate=0.2 drop_path_schedule=constant"))
-    found = [m.drop_prob for block in model.blocks for m in (block.drop_path1, block.drop_path2)]
-    assert found == [0.2] * 6
+def test_drop_path_scales_the_branches_of_an_image():
+    cfg = small("depth=1 init_values=0.3 drop_path_rate=0.6")
+    model = VisionTransformer(cfg)
+    randomize(model)
+    block, x = model.blocks[0], torch.randn(5, 4, cfg.embed_dim)
+    keep = torch.rand(2, 5, 1, 1)
+    middle = x + keep[0] * block.ls1(block.attn(block.norm1(x)))
+    torch.testing.assert_close(block(x, keep), middle + keep[1] * block.ls2(block.mlp(block.norm2(middle))))
+
+
+def test_drop_path_is_of_training_alone():
+    cfg = small("depth=2 drop_path_rate=0.6")
+    model, batch = VisionTransformer(cfg), images(cfg, 3)
+    randomize(model)
+    model.drop_path = lambda size, device: torch.zeros(2, 2, size, 1, 1)  # of every image every branch
+    bare = copy.deepcopy(model)
+    bare.blocks = torch.nn.Sequential()
+    bare.cfg = dataclasses.replace(cfg, drop_path_rate=0.0)
+    torch.testing.assert_close(model(batch), bare(batch))
+    assert (model.eval()(batch) - bare(batch)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("overrides", ["", "no_embed_class=true", "reg_tokens=2", "class_token=false global_pool=avg"])
