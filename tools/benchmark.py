@@ -86,11 +86,13 @@ def run(script: str, folder: Path, args: argparse.Namespace, *overrides: str) ->
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the entrypoints and gather their metrics."""
+    """Run the entrypoints and gather their metrics; with --keep their folders stay there, checkpoints too."""
     results = {}
     for script in args.scripts:
-        with tempfile.TemporaryDirectory() as folder:
-            lines = run(script, Path(folder), args, "checkpoint.ckpt_dir=null")
+        with contextlib.nullcontext(args.keep / script) if args.keep else tempfile.TemporaryDirectory() as folder:
+            started = time.perf_counter()
+            lines = run(script, Path(folder), args, *([] if args.keep else ["checkpoint.ckpt_dir=null"]))
+            seconds = time.perf_counter() - started
         rows = [line for line in lines if "train/loss" in line]
         steady = [row for row in rows if row["step"] > args.warmup] or rows[-1:]
 
@@ -104,6 +106,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             "mfu": median("train/mfu"),
             "data_wait_fraction": median("train/data_wait_fraction"),
             "memory_peak_gib": median("train/memory_peak_gib"),
+            "wall_s": round(seconds, 1),  # from the launch to its end
             "losses": {row["step"]: round(row["train/loss"], 6) for row in rows},
             "validation": [line for line in lines if "val/top1" in line],
         }
@@ -671,6 +674,7 @@ def main() -> None:
     sub = commands.add_parser("train", help="images/s, MFU, memory and loss curves of the entrypoints")
     sub.add_argument("--scripts", nargs="+", default=["train_ddp", "train_fsdp2", "train_mfsdp"])
     sub.add_argument("--nproc", type=int, default=1)
+    sub.add_argument("--keep", type=Path, help="folder for the runs; otherwise they leave nothing")
     sub.add_argument("--warmup", type=int, default=10, help="steps that do not count")
     sub.add_argument("--timeout", type=float, default=300, help="seconds a script")
     sub.add_argument("--output", type=Path, required=True)
