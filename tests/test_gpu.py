@@ -14,6 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ON_GPU, SCRIPTS, TINY, column, run_tasks, started_once, weights
 
+import distributed
+
 EMA = ["ema.decay=0.8", "evaluation.best_metric=val/ema_top1"]
 SGD = ["optimizer.name=sgd", "optimizer.betas=null", "optimizer.eps=null", "optimizer.momentum=0.9"]
 OPTIMIZERS = {
@@ -51,6 +53,8 @@ def _tasks(nproc, pictures, folder):
         # Nine steps over three passes, with an evaluation (23 images) in each; few recompiles, or it fails.
         often = ["num_train_steps=9", "evaluation.every_n_steps=3", "lr_scheduler.num_training_steps=20"]
         tasks.append(task(f"compile-{script}", script, "compile=true", *often, before="allow_few_recompiles"))
+        deep = ["compile=true", "model.depth=8", "model.drop_path_rate=0.3", "num_train_steps=2"]
+        tasks.append(task(f"deep-{script}", script, *deep, before="allow_few_recompiles"))
         tasks.append(task(f"recompute-{script}", script, "num_train_steps=10", "activation_checkpointing=true"))
         hot = ["num_train_steps=1", "optimizer.lr=1e-2"]
         tasks.append(task(f"hot-{script}", script, *hot, before="keep_first_gradients"))
@@ -190,6 +194,13 @@ def test_initial_weights_are_the_same_float32_tensors(runs, nproc, script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+def test_compiled_blocks_share_their_graphs(runs, nproc, script):
+    """Eight blocks with drop path, each of a rate of its own: more than four graphs raise."""
+    outcomes, _ = runs(nproc)
+    for rank in outcomes[f"deep-{script}"]:
+        assert "error" not in rank, rank["error"]
+
+
 @pytest.mark.parametrize("option", ["compile", "recompute"])
 def test_compile_and_recompute_change_nothing(runs, nproc, script, option):
     _, folder = runs(nproc)
@@ -319,3 +330,16 @@ def test_replicas_of_a_sharded_group(runs, name):
     _, folder = runs(2)
     want = column(folder, "zero-optim_grads_params", "train/loss")
     assert column(folder, name, "train/loss") == pytest.approx(want, abs=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [64, 197, 576])
+def test_attention_has_gradients_where_all_logits_are_far_below_zero(tokens):
+    """As a key bias leaves them, which moves all logits of a query and has no gradient but rounding."""
+    distributed._set_kernels(schema.load_config("L0_sanity", ["precision=bf16"]))
+    query, key, value = (0.1 * torch.randn(64, 8, tokens, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    query[..., 0], key[..., 0] = 1.0, -120 * 8
+    tensors = [t.requires_grad_() for t in (query, key, value)]
+    torch.nn.functional.scaled_dot_product_attention(*tensors).square().sum().backward()
+    assert all(t.grad.isfinite().all() for t in tensors)
