@@ -201,6 +201,7 @@ def test_compiled_blocks_share_their_graphs(runs, nproc, script):
         assert "error" not in rank, rank["error"]
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("option", ["compile", "recompute"])
 def test_compile_and_recompute_change_nothing(runs, nproc, script, option):
     _, folder = runs(nproc)
