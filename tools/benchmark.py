@@ -75,6 +75,14 @@ def write(output: Path, results: Any) -> None:
     output.write_text(json.dumps({"meta": provenance(), "results": results}, indent=1) + "\n")
 
 
+def config_name_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
+    """An entrypoint's arguments apart: the primary config, and what changes it."""
+    if "--config-name" not in arguments[:-1]:
+        return "L0_sanity", arguments
+    at = arguments.index("--config-name")
+    return arguments[at + 1], arguments[:at] + arguments[at + 2 :]
+
+
 def run(script: str, folder: Path, args: argparse.Namespace, *overrides: str) -> list[dict[str, Any]]:
     """One run of an entrypoint under torchrun with `folder` as its output_dir; its metrics.jsonl."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"]
@@ -562,11 +570,7 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         sys.exit("error: profile needs a GPU")
-    config_name, overrides = "L0_sanity", list(args.overrides)
-    if "--config-name" in overrides:
-        at = overrides.index("--config-name")
-        config_name = overrides[at + 1]
-        del overrides[at : at + 2]
+    config_name, overrides = config_name_and_overrides(args.overrides)
     # One folder for all ranks; what a run writes there is of no interest.
     folder = Path(tempfile.gettempdir()) / f"profile-{os.environ.get('MASTER_PORT', os.getpid())}"
     output = [f"output_dir={folder}", "checkpoint.ckpt_dir=null", "evaluation.every_n_steps=null"]

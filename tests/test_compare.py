@@ -1,0 +1,360 @@
+"""The loop of timm's own parts: the rates, the loss and the pictures are the entrypoints', the result is whole.
+
+References: optim.lr_at, trainer.loss_of, and the entrypoints' own loaders.
+"""
+
+import schema
+
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, TINY, make_pictures
+from PIL import Image
+
+import imagenet_dataset
+import trainer
+from optim import lr_at, param_groups
+
+sys.path.insert(0, str(ROOT / "tools"))
+import compare
+
+# Of a square picture, all of it.
+PLAIN = ["data.crop_scale=[1,1]", "data.crop_ratio=[1,1]", "data.hflip=0", "data.decoder=pillow"]
+
+
+@pytest.fixture
+def run(tiny, tmp_path):
+    """A function: overrides -> the file that the loop writes."""
+
+    def run(*overrides):
+        output = tmp_path / "results" / "timm.json"
+        compare.main(["--output", str(output), "--", "--config-name", "L0_sanity", *tiny, *overrides])
+        return json.loads(output.read_text())
+
+    return run
+
+
+@pytest.fixture
+def refused(tiny, tmp_path, capsys):
+    """A function: overrides -> the one line with which the loop refuses them."""
+
+    def refused(*overrides):
+        with pytest.raises(SystemExit) as exit_:
+            compare.main(["--output", str(tmp_path / "timm.json"), "--", *tiny, *overrides])
+        assert exit_.value.code == 2
+        assert not (tmp_path / "timm.json").exists()
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["num_train_steps=50", "num_warmup_steps=0"],
+        ["num_train_steps=50", "num_warmup_steps=7", "warmup_start_lr=1e-5", "min_lr=1e-4"],
+        ["num_train_steps=50", "num_warmup_steps=10", "num_training_steps=30", "min_lr=1e-4"],  # then min_lr
+        ["num_train_steps=50", "num_warmup_steps=49"],
+        ["num_train_steps=50", "num_warmup_steps=80"],  # the run ends in the warmup
+        ["num_train_steps=2000", "num_warmup_steps=100", "min_lr=1e-6"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("layer_decay", ["null", "0.5"])
+def test_rates_are_the_entrypoints(overrides, layer_decay):
+    length, *schedule = overrides
+    schedule = [f"lr_scheduler.{override}" for override in schedule]
+    cfg = schema.load_config("L0_sanity", [*TINY, length, *schedule, f"optimizer.layer_decay={layer_decay}"])
+    optimizer = compare.build_optimizer(compare.build_model(cfg), cfg)
+    scheduler = compare.build_scheduler(optimizer, cfg)
+    for step in range(1, cfg.num_train_steps + 1):
+        scheduler.step_update(step)
+        for group in optimizer.param_groups:
+            assert group["lr"] == pytest.approx(lr_at(step, cfg) * group.get("lr_scale", 1), rel=1e-6, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [
+        ("adamw", torch.optim.AdamW, {"betas": (0.8, 0.9), "eps": 1e-7}),
+        ("lamb", timm.optim.Lamb, {"betas": (0.8, 0.9), "eps": 1e-7, "max_grad_norm": None}),
+        ("sgd", torch.optim.SGD, {"momentum": 0.8, "nesterov": False}),
+    ],
+)
+def test_optimizer_is_what_the_config_says(name, kind, options):
+    values = {"betas": "null", "eps": "null", "momentum": "null"}
+    values |= {key: json.dumps(value) for key, value in options.items() if key in values}
+    given = [f"optimizer.{key}={value}" for key, value in values.items()]
+    decays = ["optimizer.weight_decay=0.3", "optimizer.layer_decay=0.5", "model.reg_tokens=1"]
+    cfg = schema.load_config("L0_sanity", [*TINY, f"optimizer.name={name}", *given, *decays])
+    model = compare.build_model(cfg)
+    optimizer = compare.build_optimizer(model, cfg)
+    assert type(optimizer) is kind
+    assert {key: optimizer.defaults[key] for key in options} == options
+
+    def of_each(groups, key):
+        values = {id(weight): group[key] for group in groups for weight in group["params"]}
+        return {name: values[id(weight)] for name, weight in model.named_parameters()}
+
+    ours = param_groups(model, {"cls_token", "reg_token", "pos_embed"}, 0.3, 0.5)
+    for key in ("weight_decay", "lr_scale"):
+        assert of_each(optimizer.param_groups, key) == pytest.approx(of_each(ours, key))
+
+
+@pytest.mark.parametrize("mix", [[], ["data.mixup=0.8"], ["data.cutmix=1"], ["data.mixup=0.8", "data.cutmix=1"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["loss.label_smoothing=0"],
+        ["loss.label_smoothing=0.1"],
+        ["loss.name=sigmoid", "loss.label_smoothing=0.1"],
+        ["loss.name=sigmoid", "loss.label_smoothing=0", "loss.bce_target_thresh=0.0"],
+        ["loss.name=sigmoid", "loss.label_smoothing=0.1", "loss.bce_target_thresh=0.3", "loss.bce_sum=true"],
+    ],
+)
+def test_loss_is_the_trainers(mix, options):
+    cfg = schema.load_config("L0_sanity", [*TINY, *mix, *options])
+    logits, labels, images = torch.randn(24, 6), torch.randint(6, (24,)), torch.rand(24, 3, 16, 16)
+    mixup, loss = compare.build_loss(cfg)
+    assert bool(mixup) == bool(mix)
+    targets = smoothed = labels
+    if mixup:
+        share = 0.7  # that of the draw
+        mixup._params_per_batch = lambda: (share, False)
+        _, smoothed = mixup(images, labels)
+        one_hot = F.one_hot(labels, 6).float()
+        targets = share * one_hot + (1 - share) * one_hot.flip(0)
+    expected = trainer.loss_of(logits, targets, cfg.loss)
+    assert loss(logits, smoothed).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_mixes_as_often_as_the_config_says():
+    options = ["data.mixup=0.8", "data.cutmix=0.4", "data.mixup_prob=0.6", "data.mixup_switch_prob=0.25"]
+    mixup, _ = compare.build_loss(schema.load_config("L0_sanity", [*TINY, *options]))
+    np.random.seed(0)
+    draws = [mixup._params_per_batch() for _ in range(4000)]
+    mixes = [(share, is_cutmix) for share, is_cutmix in draws if share != 1]
+    assert len(mixes) / len(draws) == pytest.approx(0.6, abs=0.03)
+    assert sum(is_cutmix for _, is_cutmix in mixes) / len(mixes) == pytest.approx(0.25, abs=0.03)
+    for wanted, alpha in ((False, 0.8), (True, 0.4)):
+        variance = np.var([share for share, is_cutmix in mixes if is_cutmix == wanted])
+        assert variance == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.1)
+
+
+def first_model(cfg):
+    """Timm's model with the first weights of the run."""
+    timm.utils.random_seed(cfg.seed)
+    return compare.build_model(cfg)
+
+
+def test_run_writes_the_result_and_sees_the_entrypoints_pictures(tmp_path, run, tiny):
+    """A step of all 60 pictures, and the validation set, against our own loaders; the rate leaves the weights alone."""
+    root = make_pictures(tmp_path / "pictures")
+    for file in root.glob("train/*/*"):
+        Image.open(file).resize((20, 20)).save(file)
+    pixels = ["data.mean=[0.4,0.5,0.6]", "data.std=[0.2,0.3,0.4]", "data.crop_pct=0.8", "precision=fp32", "seed=3"]
+    options = [
+        *PLAIN,
+        *pixels,
+        f"data.path={root}",
+        "global_batch_size=60",
+        "optimizer.lr=1e-12",
+        "evaluation.every_n_steps=4",
+    ]
+    content = run(*options, "logger.frequency=4", "loss.label_smoothing=0.1", "ema.decay=0.9")
+    assert set(content["meta"]) == {"command", "card", "versions", "commit", "date"}
+    results = content["results"]
+    assert list(results["losses"]) == ["1", "4", "6"]
+    assert results["images_per_second"] > 0
+    assert 0 < results["train_s"] < results["wall_s"]
+    assert [row["step"] for row in results["validation"]] == [4, 6]
+    assert results["top1"] == results["validation"][-1]["val/top1"]
+
+    cfg = schema.load_config("L0_sanity", [*tiny, *options, "loss.label_smoothing=0.1"])
+    train_loader, val_loader = imagenet_dataset.build_loaders(cfg, rank=0, world_size=1, start_step=0)
+    normalize, model = trainer.Normalize(cfg, torch.device("cpu")), first_model(cfg)
+    with torch.no_grad():
+        images, labels = next(iter(train_loader))
+        loss = trainer.loss_of(model(normalize(images)), labels, cfg.loss).item()
+        images, labels = next(iter(val_loader))
+        images, labels = images[labels != imagenet_dataset.PADDING], labels[labels != imagenet_dataset.PADDING]
+        logits = model(normalize(images))
+    assert len(labels) == 23
+    # Pillow crops and resizes there; here that is done by torchvision, to within 2 of 255.
+    assert all(value == pytest.approx(loss, abs=1e-4) for value in results["losses"].values())
+    hits = logits.argsort(dim=1, descending=True)[:, :5] == labels[:, None]
+    for row in results["validation"]:
+        assert row["val/images"] == 23
+        assert row["val/loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), abs=1e-6)
+        assert row["val/top1"] == pytest.approx(hits[:, 0].float().mean().item())
+        assert row["val/top5"] == pytest.approx(hits.any(dim=1).float().mean().item())
+        assert row["val/ema_loss"] == pytest.approx(row["val/loss"], abs=1e-6)
+        assert row["val/ema_top1"] == row["val/top1"]
+
+
+def test_run_learns_in_every_way_at_once(run):
+    """More passes than one, the last batch of each left out; grey pictures, BF16, mixing, erasing, averages."""
+    ways = ["model.in_chans=1", "precision=bf16", "data.mixup=0.8", "data.cutmix=1", "data.random_erasing=0.25"]
+    ways += ["data.auto_augment=3a", "data.color_jitter=[0.3,0.3,0]", "model.drop_path_rate=0.1", "data.vflip=0.1"]
+    ways += ["model.patch_drop_rate=0.2", "activation_checkpointing=true", "ema.decay=0.5", "max_grad_norm=1"]
+    length = ["num_train_steps=12", "evaluation.every_n_steps=6", "optimizer.lr=3e-3"]
+    results = run(*ways, *length)["results"]
+    assert list(results["losses"]) == [str(step) for step in range(1, 13)]
+    first, last = results["validation"]
+    assert last["val/loss"] != first["val/loss"]
+    assert last["val/ema_loss"] != last["val/loss"]
+
+
+def test_speed_is_that_of_steps_after_the_first(monkeypatch, run):
+    """By a clock on which the first step takes 10 s, another 1 s and an evaluation 100 s."""
+    now = 0.0
+
+    def take(seconds):
+        nonlocal now
+        now += seconds
+
+    scores = {"loss": 1.0, "top1": 0.5, "top5": 1.0, "images": 23}
+    scheduler = types.SimpleNamespace(step_update=lambda step: take(10 if step == 1 else 1))
+    monkeypatch.setattr(compare, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(compare, "build_scheduler", lambda *_: scheduler)
+    monkeypatch.setattr(compare, "evaluate", lambda *_: take(100) or scores)
+    results = run("num_train_steps=3", "evaluation.every_n_steps=2")["results"]
+    assert results["images_per_second"] == 24
+    assert results["train_s"] == results["wall_s"] == 212
+
+
+def test_norms_have_the_configs_epsilon():
+    model = compare.build_model(
+        schema.load_config("L0_sanity", [*TINY, "model.norm_eps=1e-3", "checkpoint.save_final_model=false"])
+    )
+    assert {module.eps for module in model.modules() if isinstance(module, torch.nn.LayerNorm)} == {1e-3}
+
+
+def test_evaluation_may_be_off(run):
+    results = run("evaluation.every_n_steps=null", "num_train_steps=2")["results"]
+    assert results["validation"] == []
+    assert results["top1"] is None
+
+
+def test_weights_are_clipped_and_averaged_as_the_entrypoints_do(monkeypatch, run):
+    """The decay of each average, of a model that trains again after each evaluation; the norm to clip to."""
+    updates, norms = [], []
+
+    def average(self, model, decay):
+        updates.append((decay, model.training))
+
+    monkeypatch.setattr(timm.utils.ModelEmaV3, "apply_update_", average)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda weights, norm: norms.append(norm))
+    ema = ["ema.decay=0.5", "ema.use_warmup=true", "ema.warmup_gamma=2", "ema.warmup_power=0.9"]
+    run(*ema, "max_grad_norm=0.7", "num_train_steps=4", "evaluation.every_n_steps=1")
+    decays = [0, *(min(0.5, 1 - (1 + step / 2) ** -0.9) for step in (1, 2, 3))]
+    assert updates == [(decay, True) for decay in decays]
+    assert norms == [0.7] * 4
+    norms.clear()
+    run("max_grad_norm=null", "num_train_steps=2")
+    assert not norms
+
+
+def test_a_class_may_be_missing_in_val(tmp_path, tiny, run):
+    """Its labels are those of the training folder."""
+    root = make_pictures(tmp_path / "pictures")
+    for file in (root / "val/class_b").iterdir():
+        file.unlink()
+    options = [f"data.path={root}", "optimizer.lr=1e-12", "evaluation.every_n_steps=2", "num_train_steps=2"]
+    (row,) = run(*options, "global_batch_size=7")["results"]["validation"]
+    cfg = schema.load_config("L0_sanity", [*tiny, *options])
+    _, val_loader = imagenet_dataset.build_loaders(cfg, rank=0, world_size=1, start_step=0)
+    images, labels = next(iter(val_loader))
+    images, labels = images[labels != imagenet_dataset.PADDING], labels[labels != imagenet_dataset.PADDING]
+    with torch.no_grad():
+        logits = first_model(cfg)(trainer.Normalize(cfg, torch.device("cpu"))(images))
+    assert row["val/images"] == len(labels) == 19
+    assert row["val/loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.implementation=hf"],
+        ["model.transformer_engine=true", "precision=bf16", "model.act_layer=gelu_tanh"],
+        [
+            "fp8_config.enabled=true",
+            "model.transformer_engine=true",
+            "precision=bf16",
+            "model.act_layer=gelu_tanh",
+            "model.embed_dim=48",
+        ],
+        ["model.representation_size=8", "checkpoint.save_final_model=false"],
+        ["model.drop_path_schedule=constant"],
+        ["model.pos_embed=sincos"],
+        ["model.init_head_bias=-6.9"],
+        ["model.freeze=backbone"],
+        ["model.img_size=[16, 24]"],
+        ["data.source=webdataset"],
+        ["data.repeated_augmentation=2"],
+        ["data.on_error=skip"],
+        ["data.exif_orientation=true"],
+        ["data.max_pixels=1000"],
+        ["data.color_jitter=[0.3, 0.3, 0.3]", "data.auto_augment=rand-m9"],
+        ["micro_batch_size=12"],
+        ["lr_scheduler.name=constant", "lr_scheduler.num_cooldown_steps=2"],
+        ["lr_scheduler.name=linear"],
+        ["checkpoint.init_from=weights.pt"],
+        ["wandb.mode=offline"],
+        ["tensorboard.enabled=true"],
+        ["profiler.trace=true"],
+        ["profiler.memory_snapshot=true"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_what_it_cannot_do_is_refused_by_name(refused, overrides):
+    key, value = overrides[0].split("=")
+    assert refused(*overrides).startswith(f"error: {key}={value}: tools/compare.py")
+
+
+def test_what_no_single_process_can_do_is_refused_by_name(refused, monkeypatch):
+    assert "distributed.dp_outer=2" in refused("distributed.dp_outer=2")
+    assert "data.mixup=0.8" in refused("data.mixup=0.8", "global_batch_size=15")  # an odd batch
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "WORLD_SIZE=2" in refused()
+
+
+def test_what_says_the_same_in_other_words_is_not_refused(run):
+    run("micro_batch_size=24", "model.img_size=[16,16]", "model.implementation=timm", "num_train_steps=1")
+
+
+def test_pictures_that_timm_does_not_find_are_told(refused, tmp_path):
+    root = make_pictures(tmp_path / "pictures")
+    picture = next((root / "train/class_a").iterdir())
+    picture.rename(picture.with_suffix(".webp"))
+    assert "59 of the 60 pictures in train" in refused(f"data.path={root}")
+    for file in list(root.glob("val/*/*")):  # a flat folder, which has its labels beside it
+        file.rename(root / "val" / f"{file.parent.name}_{file.name}")
+        with open(root / "val.txt", "a") as labels:
+            labels.write(f"{file.parent.name}_{file.name} {file.parent.name}\n")
+    for folder in root.glob("val/*/"):
+        folder.rmdir()
+    picture.with_suffix(".webp").rename(picture)
+    assert f"data.path={root}" in refused(f"data.path={root}")
+
+
+def test_a_picture_that_cannot_be_read_ends_the_run(tmp_path, run):
+    root = make_pictures(tmp_path / "pictures")
+    next((root / "train/class_a").iterdir()).write_bytes(b"no picture")
+    with pytest.raises(RuntimeError, match="Failed to load"):
+        run(f"data.path={root}")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(run, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "LabelSmoothingCrossEntropy", lambda _: lambda logits, _: logits.sum() * float("nan"))
+    with pytest.raises(SystemExit) as exit_:
+        run()
+    assert exit_.value.code == 1
+    assert capsys.readouterr().err == "error: the loss was not finite at step 1\n"

@@ -1,0 +1,274 @@
+"""Train what a config describes with timm's and torch's own parts, in a plain loop, to compare the recipe with.
+
+    python tools/compare.py --output benchmarks/timm_cifar10.json -- \
+        --config-name cifar10_vit data.path=/data/cifar10 num_epochs=75 seed=1
+
+Model, first weights, loader, augmentation, mixup, loss, optimizer, schedule and average of the weights are timm's, put
+together as its train.py does. The number of steps, the learning rate of each, and what is evaluated when, are those of
+the entrypoints. One process, on one GPU or the CPU. What the config asks for and this loop cannot do is refused.
+
+Not as in the entrypoints, on purpose: Pillow decodes and crops, whatever `data.decoder` says; an epoch ends with its
+last whole batch; timm draws the random numbers, and decays the map pool's query; nothing is saved but the result.
+
+The result: `top1` of the last evaluation, `validation` and `losses` by step, `images_per_second` (median over the log
+intervals, without evaluation and the first tenth), `train_s` (the loop, with evaluation and compilation), `wall_s`.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import schema
+from schema import Config, ConfigError, RunError, pair
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import timm.utils
+import torch
+import torch.nn.functional as F
+from benchmark import config_name_and_overrides, write
+from timm.data import ImageDataset, Mixup, auto_augment, create_loader
+from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.models.vision_transformer import VisionTransformer
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
+from torch import nn
+
+import augment
+import imagenet_dataset
+from weights import OURS_ALONE
+
+# What this loop can honour one value of.
+ONLY = """
+    fp8_config.enabled=false model.transformer_engine=false model.representation_size=null model.pos_embed=learn
+    model.drop_path_schedule=linear model.init_head_bias=0.0 model.freeze=null lr_scheduler.name=cosine
+    data.source=folder data.repeated_augmentation=1 data.on_error=raise data.exif_orientation=false
+    data.max_pixels=178956970 checkpoint.init_from=null wandb.mode=disabled tensorboard.enabled=false
+    profiler.trace=false profiler.memory_snapshot=false
+"""
+
+
+def check(cfg: Config) -> None:
+    """Refuse by name what this loop cannot do, then what no entrypoint can.
+
+    Raises:
+        ConfigError: naming the key, the value and the value to use.
+    """
+    side, policy = max(pair(cfg.model.img_size)), cfg.data.auto_augment
+    wanted = dict(item.split("=") for item in ONLY.split())
+    if cfg.model.implementation == "hf":
+        wanted["model.implementation"] = "timm"
+    if pair(cfg.model.img_size) != (side, side):  # timm's evaluation keeps the picture's proportions, ours does not
+        wanted["model.img_size"] = str(side)
+    if cfg.micro_batch_size != cfg.global_batch_size:
+        wanted["micro_batch_size"] = "null"
+    if policy and "3a" not in policy:  # timm leaves the jitter out beside any other
+        wanted["data.color_jitter"] = "null"
+    for key, value in wanted.items():
+        given = json.dumps(functools.reduce(getattr, key.split("."), cfg)).strip('"')
+        if given != value:
+            raise ConfigError(f"{key}={given}: tools/compare.py, which is timm's parts alone, needs {key}={value}")
+    if (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ConfigError(f"WORLD_SIZE={world_size}: tools/compare.py is one process; start it without torchrun")
+    schema.check_script(cfg, "compare", 1)
+    imagenet_dataset.check(cfg)
+
+
+def build_model(cfg: Config) -> VisionTransformer:
+    """The model, with timm's first weights."""
+    names = {field.name for field in dataclasses.fields(cfg.model)} - OURS_ALONE | {"num_classes"}
+    norm_layer = functools.partial(nn.LayerNorm, eps=cfg.model.norm_eps)
+    return VisionTransformer(**{name: getattr(cfg.model, name) for name in names}, norm_layer=norm_layer)
+
+
+def build_loader(cfg: Config, split: str, device: torch.device) -> Any:
+    """Batches of normalised images (B, C, Y, X) and labels (B,), brought to `device` where that is a GPU.
+
+    Raises:
+        ConfigError: timm does not find the pictures that the entrypoints find.
+    """
+    data, channels, on_cuda = cfg.data, cfg.model.in_chans, device.type == "cuda"
+    found = imagenet_dataset.pictures(data, split)
+    class_map = {name: label for label, name in enumerate(found.classes)}  # of both splits: val may lack a class
+    try:
+        dataset = ImageDataset(found.root, class_map=class_map, input_img_mode="L" if channels == 1 else "RGB")
+    except RuntimeError as error:  # not one
+        raise ConfigError(f"data.path={data.path}: {' '.join(str(error).split())}") from error
+    if len(dataset) != len(found):
+        raise ConfigError(f"data.path={data.path}: timm finds {len(dataset)} of the {len(found)} pictures in {split}")
+    dataset._max_retries = 1  # data.on_error=raise: timm would take the next picture
+    # Pillow 13 refuses the 0 bits of some of timm's policies.
+    auto_augment.NAME_TO_OP |= dict.fromkeys(("Posterize", "PosterizeIncreasing"), augment._posterize)
+    same = "hflip vflip auto_augment color_jitter interpolation crop_pct num_workers"
+    return create_loader(
+        dataset,
+        input_size=(channels, *pair(data.image_size)),
+        batch_size=cfg.global_batch_size,
+        is_training=split == "train",
+        scale=data.crop_scale,
+        ratio=data.crop_ratio,
+        re_prob=data.random_erasing,
+        re_mode="pixel",
+        mean=data.mean * (channels // len(data.mean)),  # one value may stand for all channels
+        std=data.std * (channels // len(data.std)),
+        device=device,
+        pin_memory=on_cuda,
+        use_prefetcher=on_cuda,
+        use_multi_epochs_loader=split == "train",  # the workers go on between epochs
+        **{name: getattr(data, name) for name in same.split()},
+    )
+
+
+def build_loss(cfg: Config) -> tuple[Mixup | None, nn.Module]:
+    """What mixes a batch and smooths its labels, if anything mixes; loss(logits, targets), a mean over the batch."""
+    smoothing, data, mixup = cfg.loss.label_smoothing, cfg.data, None
+    if data.mixup or data.cutmix:
+        probabilities = {"prob": data.mixup_prob, "switch_prob": data.mixup_switch_prob}
+        classes = {"num_classes": cfg.model.num_classes, "label_smoothing": smoothing}
+        mixup = Mixup(data.mixup, data.cutmix, **probabilities, **classes)
+    if cfg.loss.name == "sigmoid":
+        threshold, sums = cfg.loss.bce_target_thresh, cfg.loss.bce_sum
+        return mixup, BinaryCrossEntropy(smoothing, target_threshold=threshold, sum_classes=sums)
+    return mixup, SoftTargetCrossEntropy() if mixup else LabelSmoothingCrossEntropy(smoothing)
+
+
+def build_optimizer(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
+    """The optimizer, with timm's groups of parameters."""
+    fused = {"fused": True} if next(model.parameters()).is_cuda else {}
+    betas = {"betas": cfg.optimizer.betas, "eps": cfg.optimizer.eps}
+    name, options = {
+        "adamw": ("adamw", betas | fused),
+        "lamb": ("lamb", betas | {"max_grad_norm": None}),  # the loop clips
+        "sgd": ("momentum", {"momentum": cfg.optimizer.momentum}),  # without Nesterov's
+    }[cfg.optimizer.name]
+    options |= {key: getattr(cfg.optimizer, key) for key in ("lr", "weight_decay", "layer_decay")}
+    return create_optimizer_v2(model, name, **options)
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, cfg: Config) -> CosineLRScheduler:
+    """`step_update(step)` before update number `step`, 1 being the first, sets the rate of optim.lr_at(step, cfg)."""
+    schedule = cfg.lr_scheduler
+    length = schedule.num_training_steps or imagenet_dataset.num_train_steps(cfg)
+    warmup = {"warmup_t": schedule.num_warmup_steps, "warmup_lr_init": schedule.warmup_start_lr, "warmup_prefix": True}
+    length = max(length - schedule.num_warmup_steps, 1)  # of the cosine, after the warmup
+    return CosineLRScheduler(optimizer, t_initial=length, lr_min=schedule.min_lr, t_in_epochs=False, **warmup)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: Any, autocast: Callable, device: torch.device) -> dict[str, float | int]:
+    """Loss and accuracy over the whole validation set."""
+    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1 hits, top-5 hits, images
+    is_training = model.training
+    model.eval()
+    for images, labels in loader:
+        with autocast():
+            logits = model(images).float()
+        hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]  # B 5
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        rows = [losses, hits[:, 0].float(), hits.any(dim=1).float(), torch.ones_like(losses)]
+        sums += torch.stack(rows).double().sum(dim=1)
+    model.train(is_training)
+    loss, top1, top5, images = sums.tolist()
+    return {"loss": loss / images, "top1": top1 / images, "top5": top5 / images, "images": int(images)}
+
+
+def train(cfg: Config) -> dict[str, Any]:
+    """Train and evaluate; returns the results but for `wall_s`.
+
+    Raises:
+        ConfigError: as `build_loader`.
+        RunError: the loss of a log step was not finite.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    is_bf16 = cfg.precision == "bf16"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = is_bf16
+    torch.backends.cudnn.benchmark = is_bf16
+    autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=is_bf16)
+    timm.utils.random_seed(cfg.seed)
+    model = build_model(cfg).to(device)
+    model.set_grad_checkpointing(cfg.activation_checkpointing)
+    optimizer = build_optimizer(model, cfg)
+    scheduler = build_scheduler(optimizer, cfg)
+    ema = timm.utils.ModelEmaV3(model, **vars(cfg.ema)) if cfg.ema.decay is not None else None
+    for each in [model, *([ema.module] if ema else [])] if cfg.compile else []:
+        each.compile()  # torch.compile, of the whole
+    train_loader, val_loader = (build_loader(cfg, split, device) for split in ("train", "val"))
+    mixup, loss_of = build_loss(cfg)
+    total_steps, every = imagenet_dataset.num_train_steps(cfg), cfg.evaluation.every_n_steps
+    epochs = itertools.repeat(train_loader)
+
+    losses, speeds, validation = {}, [], []
+    start = interval_start = time.perf_counter()
+    interval_steps = 0
+    model.train()
+    for step, (images, labels) in enumerate(itertools.islice(itertools.chain.from_iterable(epochs), total_steps), 1):
+        if mixup:
+            images, labels = mixup(images, labels)
+        with autocast():
+            logits = model(images)
+        loss = loss_of(logits.float(), labels)
+        loss.backward()
+        if cfg.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+        scheduler.step_update(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if ema:
+            ema.update(model, step=step)
+        interval_steps += 1
+        is_last_step = step == total_steps
+        if step % cfg.logger.frequency == 0 or is_last_step or step == 1:
+            losses[step] = round(loss.item(), 6)  # the host waits for the device
+            if not math.isfinite(losses[step]):
+                raise RunError(f"the loss was not finite at step {step}")
+            speeds.append(interval_steps * cfg.global_batch_size / (time.perf_counter() - interval_start))
+            print(f"step {step} of {total_steps}: loss {losses[step]}, {speeds[-1]:.0f} images/s", flush=True)
+            interval_start, interval_steps = time.perf_counter(), 0
+        if every is not None and (step % every == 0 or is_last_step):
+            result = evaluate(model, val_loader, autocast, device)
+            if ema:
+                averaged = evaluate(ema.module, val_loader, autocast, device)
+                result |= {f"ema_{key}": averaged[key] for key in ("loss", "top1")}
+            validation.append({"step": step} | {f"val/{key}": value for key, value in result.items()})
+            print(json.dumps(validation[-1]), flush=True)
+            interval_start, interval_steps = time.perf_counter(), 0
+    return {
+        "top1": validation[-1]["val/top1"] if validation else None,
+        "images_per_second": round(statistics.median(speeds[math.ceil(len(speeds) / 10) :] or speeds), 2),
+        "train_s": round(time.perf_counter() - start, 3),
+        "validation": validation,
+        "losses": losses,
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse, check, train, write."""
+    start = time.perf_counter()
+    parser = schema.Parser(__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="the result, as JSON")
+    parser.add_argument("overrides", nargs="*", help="after --: an entrypoint's own arguments")
+    args = parser.parse_args(argv)
+    try:
+        cfg = schema.load_config(*config_name_and_overrides(args.overrides), script="compare")
+        check(cfg)
+        results = train(cfg)
+    except (ConfigError, RunError) as error:
+        schema.exit_with(str(error), code=2 if isinstance(error, ConfigError) else 1)
+    results["wall_s"] = round(time.perf_counter() - start, 3)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    write(args.output, results)
+    print(json.dumps({key: value for key, value in results.items() if key not in ("losses", "validation")}))
+
+
+if __name__ == "__main__":
+    main()
