@@ -29,7 +29,7 @@ import shards
 from augment import Augment, crop_box, seeded
 from decode import Ahead, Decoder, Encoded, Jpeg, PictureError, bounded, encode
 from folders import Folder, scan
-from resident import Pixels, Plans, Resident
+from resident import Pixels, Plans, Resident, collate_plans
 
 logger = logging.getLogger(__name__)
 PADDING = -1  # label of the images that fill up the last validation batch; they count for nothing
@@ -268,14 +268,16 @@ def eval_transform(cfg: DataConfig) -> v2.Transform:
 class Loader(DataLoader):
     """Batches of (images, labels); says what could not be read, and gives up when that is too much."""
 
-    def __init__(self, dataset: Dataset, sampler: Sampler, cfg: Config) -> None:
+    def __init__(
+        self, dataset: Dataset, sampler: Sampler, cfg: Config, *, collate: Callable = _collate, pin_memory: bool = True
+    ) -> None:
         super().__init__(
             dataset,
             batch_sampler=sampler,
-            collate_fn=_collate,
+            collate_fn=collate,
             num_workers=cfg.data.num_workers,
             persistent_workers=cfg.data.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=pin_memory and torch.cuda.is_available(),
             worker_init_fn=preemption.shield,  # a stop is asked of the ranks; workers go on until they end
             generator=torch.Generator(),  # a loader draws a seed for its workers: not from the run's own generator
         )
@@ -325,7 +327,7 @@ def build_loaders(
     if cfg.data.resident:
         pixels = Pixels(train, cfg)
         all_of_them = [[(0, i) for i in range(n, min(n + 512, len(train)))] for n in range(0, len(train), 512)]
-        plans = Loader(Plans(pixels, cfg), sampler, cfg)
+        plans = Loader(Plans(pixels, cfg), sampler, cfg, collate=collate_plans, pin_memory=False)
         return Resident(Loader(pixels, all_of_them, cfg), plans, cfg, _device()), val_loader
     train_loader = Loader(train_set, sampler, cfg)
     if cfg.data.decoder == "nvjpeg" and cfg.data.source != "synthetic":

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
@@ -68,7 +69,7 @@ class Pixels(Dataset):
 
 
 class Plans(Dataset):
-    """What is to happen to a sample: a row of numbers (P,), float64; indexed by (sample number, index).
+    """What is to happen to a sample: a row of P numbers; indexed by (sample number, index).
 
     A row: the picture's index; top, left, height and width of the crop; whether it is flipped left to right, and top
     to bottom; `num_ops` operations of `OP_WIDTH` numbers; top, bottom, left and right of the erased box and the noise
@@ -100,11 +101,11 @@ class Plans(Dataset):
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def __getitem__(self, key: Key) -> tuple[torch.Tensor, int, list[str]]:
+    def __getitem__(self, key: Key) -> tuple[list[float], int]:
         number, index = key
         with seeded(self.seed, number):
             row = [float(index), *self._draw()]
-        return torch.tensor(row, dtype=torch.float64), int(self.pixels.pictures.labels[index]), []
+        return row, int(self.pixels.pictures.labels[index])
 
     def _draw(self) -> list[float]:
         """A row but for the index, drawn as `PictureDataset` and `Augment` draw, in their order."""
@@ -120,6 +121,15 @@ class Plans(Dataset):
             row += [*map(float, op), *[0.0] * (OP_WIDTH - len(op))]
         box = self.erase and self.erase.draw_box(*pair(self.cfg.image_size))
         return row + ([*map(float, box), float(torch.randint(NUM_NOISES, ()))] if box else [0.0] * 5)
+
+
+def collate_plans(items: list[tuple[list[float], int]]) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Rows (B, P), float64, labels (B,) and no failures.
+
+    Arrays, which travel in the message of the worker's process: a tensor's way, by a file descriptor, takes longer.
+    """
+    rows, labels = zip(*items, strict=True)
+    return np.array(rows), np.array(labels), []
 
 
 def _note(kind: int, arguments: Callable[..., list[float]], ops: list, *given: float, **_: Any) -> list:
@@ -190,7 +200,7 @@ class Resident:
         """
         pictures = self._read()
         plans = iter(self.plans)
-        return ((self.augment(pictures, plan), labels) for plan, labels in plans)
+        return ((self.augment(pictures, torch.from_numpy(plan)), torch.from_numpy(labels)) for plan, labels in plans)
 
     def _read(self) -> torch.Tensor:
         started, shape = time.perf_counter(), (len(self.pixels.dataset), *self.pixels.dataset.shape)
@@ -232,9 +242,9 @@ class DeviceAugment:
 
     @torch.no_grad()
     def __call__(self, pictures: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
-        """Pictures (N, C, any, any), uint8, and rows of `Plans` (B, P) to images (B, C, Y, X), uint8."""
-        plan = plan.to(self.device, non_blocking=True)
+        """Pictures (N, C, any, any), uint8, and rows of `Plans` (B, P), float64, to images (B, C, Y, X), uint8."""
         index, plan = plan[:, 0].long(), plan[:, 1:].float()
+        index, plan = (t.to(self.device, non_blocking=True) for t in (index, plan))
         crop, ops, erased = plan.split([6, OP_WIDTH * self.num_ops, 5], dim=1)
         images = self.crop(pictures[index], crop)
         for op in ops.split(OP_WIDTH, dim=1):

@@ -20,7 +20,7 @@ from distributed import dist_session
 from imagenet_dataset import build_loaders
 from optim import build_optimizer
 from trainer import Run, train
-from vit import build_model, prepare_blocks
+from vit import build_model, prepare_blocks, record_graphs
 
 
 def main(cfg: Config) -> dict[str, float]:
@@ -38,6 +38,8 @@ def main(cfg: Config) -> dict[str, float]:
         prepare_blocks(module, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
         module.forward = autocast(module.forward)
+        if cfg.ddp.cuda_graphs:
+            record_graphs(module, noise(cfg, device))
         model = DistributedDataParallel(
             module,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -66,12 +68,16 @@ def main(cfg: Config) -> dict[str, float]:
 
 
 def settle_buckets(model: DistributedDataParallel, cfg: Config, device: torch.device) -> None:
-    """One forward and backward pass on noise, of a microbatch's size; leaves no gradient and no FP8 scale behind."""
-    micro_batch_size, _ = micro_batch(cfg, dist.get_world_size())
-    images = torch.rand(micro_batch_size, cfg.model.in_chans, *pair(cfg.model.img_size), device=device)
-    model(images).sum().backward()
+    """One forward and backward pass; leaves no gradient and no FP8 scale behind."""
+    model(noise(cfg, device)).sum().backward()
     model.zero_grad()
     model.module.reset_scaling()
+
+
+def noise(cfg: Config, device: torch.device) -> torch.Tensor:
+    """Images of a microbatch's shape."""
+    micro_batch_size, _ = micro_batch(cfg, dist.get_world_size())
+    return torch.rand(micro_batch_size, cfg.model.in_chans, *pair(cfg.model.img_size), device=device)
 
 
 if __name__ == "__main__":

@@ -405,6 +405,31 @@ REFUSED = {
         "constant",
         "ours",
     ),
+    "resident noise": (
+        "data=synthetic data.num_synthetic_train=99 data.num_synthetic_val=9 data.resident=true",
+        "data.source=synthetic with data.resident=true",
+        "data.resident=false",
+    ),
+    "resident and nvJPEG": (
+        "data.resident=true data.decoder=nvjpeg",
+        "data.decoder=nvjpeg with data.resident=true",
+        "torchvision",
+    ),
+    "resident and skip": (
+        "data.resident=true data.on_error=skip",
+        "data.on_error=skip with data.resident=true",
+        "use raise",
+    ),
+    "resident augmix": (
+        "data.resident=true data.auto_augment=augmix-m3-w3",
+        "data.auto_augment=augmix-m3-w3",
+        "data.resident=false",
+    ),
+    "resident hue": (
+        "data.resident=true data.color_jitter=[0.1,0.1,0.1,0.1]",
+        "data.color_jitter=[0.1, 0.1, 0.1, 0.1]",
+        "hue",
+    ),
     "freeze": ("model.freeze=blocks", "model.freeze='blocks'", "'backbone' or 'patch_embed'"),
     # Text that is no override.
     "no equals sign": ("optimizer.lr", "optimizer.lr"),
@@ -617,6 +642,18 @@ def test_megatron_fsdp_refuses_what_it_cannot_keep(monkeypatch, values):
     assert f"model.{key}={value}" in text
     assert "train_fsdp2.py" in text
     schema.check_script(cfg, "train_fsdp2", 1)
+
+
+def test_cuda_graphs_are_refused_where_they_cannot_be(monkeypatch):
+    cfg = with_values(axes(), ddp={"cuda_graphs": True})
+    assert "ddp.cuda_graphs=true needs a CUDA GPU" in error_of(schema.check_script, cfg, "train_ddp", 1)
+    schema.check_script(cfg, "train_fsdp2", 1)  # which has a section of its own
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    schema.check_script(cfg, "train_ddp", 1)
+    cfg = with_values(cfg, activation_checkpointing=True)
+    text = error_of(schema.check_script, cfg, "train_ddp", 1)
+    assert "ddp.cuda_graphs=true" in text
+    assert "activation_checkpointing=true" in text
 
 
 @pytest.mark.parametrize(("dp_outer", "is_allowed"), [(None, False), (1, False), (2, True)])

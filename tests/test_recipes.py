@@ -25,6 +25,7 @@ SHRUNK = [
     "num_train_steps=2",
     "num_epochs=null",
     "data.num_workers=0",
+    "data.resident=false",  # for pictures of one size
     "compile=false",
     "logger.frequency=1",
 ]
