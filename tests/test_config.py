@@ -1,4 +1,4 @@
-"""The config: what composes, what is refused and in which words, in this process and from a real command line."""
+"""U05. The config: what composes, what is refused and in which words, in this process and from a real command line."""
 
 import schema
 
