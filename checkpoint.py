@@ -225,6 +225,8 @@ def _init_from(state: TrainState, cfg: Config) -> None:
     state.after_load()
     left = f"; drawn anew: {', '.join(fresh)}" if fresh else ""
     logger.info("loaded %d of %d tensors from %s%s", len(tensors), len(state.weights), source.description, left)
+    if others := weights.other_settings(source, cfg.data):
+        logger.warning("these weights were evaluated with %s, this run does otherwise", " ".join(others))
 
 
 def _find(cfg: Config) -> tuple[Path, dict[str, Any]] | None:

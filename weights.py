@@ -5,7 +5,7 @@ timm model; `fit` makes what it read fit a config; `export_timm` and `export_hug
 our step_XXXXXXXX folders, of which they read weights and state.json, never the optimizer's state.
 """
 
-from schema import ConfigError, ModelConfig, pair
+from schema import ConfigError, DataConfig, ModelConfig, pair
 
 import argparse
 import contextlib
@@ -108,6 +108,7 @@ class Source:
     # What is known of num_heads, act_layer and norm_eps, which no tensor's shape tells, as ModelConfig names them.
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     classes: tuple[str, ...] = ()  # in the order of the head's rows; empty = unknown
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)  # known DATA_SETTINGS of its evaluation
 
 
 def read(source: str) -> Source:
@@ -202,7 +203,8 @@ def _read_step(source: str, folder: Path) -> Source:
         options = {key: model[key] for key in ("num_heads", "act_layer", "norm_eps")}
         img_size = model["img_size"]
     description = f"{source} ({kind})" if folder == Path(source) else f"{source} ({folder.name}, {kind})"
-    return Source(tensors, _grid(img_size, tensors), description, options, tuple(state["classes"]))
+    data = {key: state.get("data", {})[key] for key in DATA_SETTINGS if key in state.get("data", {})}
+    return Source(tensors, _grid(img_size, tensors), description, options, tuple(state["classes"]), data)
 
 
 def _read_state(folder: Path, *keys: str) -> dict[str, Any]:
@@ -256,6 +258,9 @@ def _read_file(source: str, file: Path, config_file: Path | None) -> Source:
         if config.get("model_type") == "vit":
             labels = config.get("id2label") or {}
             classes = [labels[key] for key in sorted(labels, key=int)]
+            processor = config_file.with_name("preprocessor_config.json")
+            settings = _read_json(processor) if processor.is_file() else {}
+            data = {"mean": settings.get("image_mean"), "std": settings.get("image_std")}
             activations = {theirs: ours for ours, theirs in HUGGING_FACE_ACTIVATIONS.items()}
             activation = config.get("hidden_act")
             img_size = config.get("image_size")
@@ -266,12 +271,14 @@ def _read_file(source: str, file: Path, config_file: Path | None) -> Source:
             }
         else:
             classes = (config.get("pretrained_cfg") or {}).get("label_names") or ()
+            data = config.get("pretrained_cfg") or config
             options = config.get("model_args") or {}
             # timm's older files have the evaluation's settings at the top.
             size = (config.get("pretrained_cfg") or config).get("input_size") or (None, None, None)
             img_size = options.get("img_size") or size[1:]
         known = {key: options[key] for key in ("num_heads", "act_layer", "norm_eps") if options.get(key) is not None}
-        return Source(tensors, _grid(img_size, tensors), source, known, tuple(classes))
+        data = {key: data[key] for key in DATA_SETTINGS if data.get(key) is not None}
+        return Source(tensors, _grid(img_size, tensors), source, known, tuple(classes), data)
 
 
 def _read_torch_file(file: Path) -> Any:
@@ -361,9 +368,9 @@ def _read_timm_model(source: str, name: str) -> Source:
         model = timm.create_model(name, pretrained=True)
     if not isinstance(model, TimmViT):
         raise ConfigError(f"it is timm's {type(model).__name__}: give a VisionTransformer, timm.list_models('vit*')")
-    return Source(
-        model.state_dict(), model.patch_embed.grid_size, source, {"num_heads": model.blocks[0].attn.num_heads}
-    )
+    data = {key: model.pretrained_cfg[key] for key in DATA_SETTINGS if model.pretrained_cfg.get(key) is not None}
+    options = {"num_heads": model.blocks[0].attn.num_heads}
+    return Source(model.state_dict(), model.patch_embed.grid_size, source, options, data=data)
 
 
 def _grid(img_size: Any, tensors: dict[str, Tensor]) -> tuple[int, int] | None:
@@ -653,6 +660,22 @@ def _hugging_face_processor(state: dict[str, Any]) -> dict[str, Any]:
         "image_mean": _each_channel(data["mean"], model),
         "image_std": _each_channel(data["std"], model),
     }
+
+
+def other_settings(source: Source, cfg: DataConfig) -> list[str]:
+    """With what the weights were evaluated and this run evaluates otherwise: data.mean=[0.5, 0.5, 0.5] and so on."""
+    found = []
+    for key, theirs in source.data.items():
+        ours = getattr(cfg, key)
+        if isinstance(ours, tuple):
+            theirs, most = list(theirs), max(len(ours), len(theirs))
+            same = [*ours] * (most // len(ours)), theirs * (most // len(theirs))
+            is_other = any(abs(a - b) > 1e-3 for a, b in zip(*same, strict=True))
+        else:
+            is_other = abs(ours - theirs) > 1e-3 if isinstance(ours, float) else ours != theirs
+        if is_other:
+            found.append(f"data.{key}={theirs}")
+    return found
 
 
 def _each_channel(values: list[float], model: dict[str, Any]) -> list[float]:

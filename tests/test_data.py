@@ -689,6 +689,7 @@ def test_every_kind_of_picture_comes_out_with_the_models_channels(tmp_path, mode
     ],
 )
 def test_validation_pictures_are_timms_pixel_for_pixel(pictures, size, crop_pct, interpolation):
+    """V01."""
     model = [f"model.img_size={size}", f"model.patch_size={size}"]
     cfg = config(pictures, *model, f"data.crop_pct={crop_pct}", f"data.interpolation={interpolation}")
     ours = eval_transform(cfg.data)

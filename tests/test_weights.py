@@ -429,9 +429,30 @@ def test_a_timm_model_is_read_by_its_name(name, monkeypatch, tmp_path):
     source = weights.read(name)
     assert torch.equal(torch.get_rng_state(), before)
     assert source.grid == (14, 14)
+    # Of that model's, and not ImageNet's usual ones.
+    augreg = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "crop_pct": 0.9, "interpolation": "bicubic"}
+    assert source.data == augreg
     result, fresh = weights.fit(source, cfg, shapes(cfg))
     assert fresh == []
     assert_same(result, model.state_dict())
+
+
+def test_what_weights_were_evaluated_with_is_told_if_this_run_does_otherwise(tmp_path):
+    """V01: of our checkpoints and exports, timm's folders, and Hugging Face's with their processor."""
+    cfg = small()
+    step, _ = write_step(tmp_path, cfg, crop_pct=0.9)
+    weights.export_timm(step, tmp_path / "timm")
+    weights.export_hugging_face(step, tmp_path / "hf")
+    kept = ["model.in_chans=3", f"data.std={STD}", "data.crop_pct=0.9", "data.max_pixels=100000000"]
+    same = config(f"data.mean={MEAN}", "data.interpolation=bicubic", *kept).data
+    other = config("data.mean=[0.5]", "data.interpolation=bilinear", *kept).data
+    for source, found in (
+        (step, [f"data.mean={MEAN}", "data.interpolation=bicubic"]),
+        (tmp_path / "timm", [f"data.mean={MEAN}", "data.interpolation=bicubic"]),
+        (tmp_path / "hf", [f"data.mean={MEAN}"]),
+    ):
+        assert weights.other_settings(weights.read(str(source)), same) == []
+        assert sorted(weights.other_settings(weights.read(str(source)), other)) == sorted(found)
 
 
 @pytest.mark.parametrize(
