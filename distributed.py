@@ -89,7 +89,7 @@ def dist_session(cfg: Config) -> Iterator[Session]:
         store = _store()
         _rank_0_first(lock, session, store)
         _set_up_logging(session)
-        _set_kernels(cfg)
+        set_kernels(cfg)
         if cuda:
             torch.cuda.set_device(device)
         dist.init_process_group(
@@ -222,7 +222,7 @@ class _OurFileHandler(logging.FileHandler):
     """train.log."""
 
 
-def _set_kernels(cfg: Config) -> None:
+def set_kernels(cfg: Config) -> None:
     """fp32 means it: no TF32 in matrix products, convolutions or cuDNN. bf16 leaves FP32 products on TF32.
 
     No attention of cuDNN's, which torch prefers on Hopper: its gradients were NaN in a run of 64 tokens after 785 steps

@@ -45,6 +45,7 @@ from timm.scheduler import CosineLRScheduler
 from torch import nn
 
 import augment
+import distributed
 import imagenet_dataset
 from weights import OURS_ALONE
 
@@ -191,7 +192,7 @@ def train(cfg: Config) -> dict[str, Any]:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_bf16 = cfg.precision == "bf16"
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = is_bf16
+    distributed.set_kernels(cfg)  # the entrypoints': timm has none of its own
     torch.backends.cudnn.benchmark = is_bf16
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=is_bf16)
     timm.utils.random_seed(cfg.seed)
