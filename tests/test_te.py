@@ -243,6 +243,19 @@ def test_every_patch_reaches_the_class_token(size):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [64, 197, 576])
+def test_attention_has_gradients_where_all_logits_are_far_below_zero(tokens):
+    """torch's cuDNN attention has none at 64 and 576 tokens (distributed.set_kernels)."""
+    core = build(te=True).blocks[0].attn.core
+    query, key, value = (0.1 * torch.randn(64, tokens, 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    query[..., 0], key[..., 0] = 1.0, -120 * 8
+    tensors = [t.requires_grad_() for t in (query, key, value)]
+    core(*tensors).square().sum().backward()
+    assert all(t.grad.isfinite().all() for t in tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_drop_path_drops_whole_images_on_both_branches():
     """M07."""
     model = build("model.drop_path_rate=0.9", te=True)
