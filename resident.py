@@ -186,6 +186,7 @@ class Resident:
 
     def __init__(self, pixels: Iterable, plans: Iterable, cfg: Config, device: torch.device) -> None:
         self.pixels, self.plans, self.device = pixels, plans, device
+        self.pictures: torch.Tensor | None = None
         self.augment = DeviceAugment(plans.dataset, cfg, device)
 
     def __len__(self) -> int:
@@ -198,9 +199,13 @@ class Resident:
             OSError: a picture cannot be read, or has another size; the text names it.
             RunError: they need more memory than there is.
         """
-        pictures = self._read()
-        plans = iter(self.plans)
-        return ((self.augment(pictures, torch.from_numpy(plan)), torch.from_numpy(labels)) for plan, labels in plans)
+        if self.pictures is None:
+            self.pictures, self.pixels = self._read(), None  # whose processes end with it
+        return self._augmented(iter(self.plans))
+
+    def _augmented(self, plans: Iterator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for plan, labels in plans:
+            yield self.augment(self.pictures, torch.from_numpy(plan)), torch.from_numpy(labels)
 
     def _read(self) -> torch.Tensor:
         started, shape = time.perf_counter(), (len(self.pixels.dataset), *self.pixels.dataset.shape)

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 import torch.distributed.checkpoint as dcp
@@ -203,7 +204,7 @@ def _read_step(source: str, folder: Path) -> Source:
         options = {key: model[key] for key in ("num_heads", "act_layer", "norm_eps")}
         img_size = model["img_size"]
     description = f"{source} ({kind})" if folder == Path(source) else f"{source} ({folder.name}, {kind})"
-    data = {key: state.get("data", {})[key] for key in DATA_SETTINGS if key in state.get("data", {})}
+    data = _settings(state.get("data", {}))
     return Source(tensors, _grid(img_size, tensors), description, options, tuple(state["classes"]), data)
 
 
@@ -277,8 +278,7 @@ def _read_file(source: str, file: Path, config_file: Path | None) -> Source:
             size = (config.get("pretrained_cfg") or config).get("input_size") or (None, None, None)
             img_size = options.get("img_size") or size[1:]
         known = {key: options[key] for key in ("num_heads", "act_layer", "norm_eps") if options.get(key) is not None}
-        data = {key: data[key] for key in DATA_SETTINGS if data.get(key) is not None}
-        return Source(tensors, _grid(img_size, tensors), source, known, tuple(classes), data)
+        return Source(tensors, _grid(img_size, tensors), source, known, tuple(classes), _settings(data))
 
 
 def _read_torch_file(file: Path) -> Any:
@@ -368,9 +368,13 @@ def _read_timm_model(source: str, name: str) -> Source:
         model = timm.create_model(name, pretrained=True)
     if not isinstance(model, TimmViT):
         raise ConfigError(f"it is timm's {type(model).__name__}: give a VisionTransformer, timm.list_models('vit*')")
-    data = {key: model.pretrained_cfg[key] for key in DATA_SETTINGS if model.pretrained_cfg.get(key) is not None}
-    options = {"num_heads": model.blocks[0].attn.num_heads}
+    options, data = {"num_heads": model.blocks[0].attn.num_heads}, _settings(model.pretrained_cfg)
     return Source(model.state_dict(), model.patch_embed.grid_size, source, options, data=data)
+
+
+def _settings(found: dict[str, Any]) -> dict[str, Any]:
+    """Of what somebody's config says, the known settings of the evaluation, under our names, which are timm's."""
+    return {key: found[key] for key in DATA_SETTINGS if found.get(key) is not None}
 
 
 def _grid(img_size: Any, tensors: dict[str, Tensor]) -> tuple[int, int] | None:
@@ -667,13 +671,10 @@ def other_settings(source: Source, cfg: DataConfig) -> list[str]:
     found = []
     for key, theirs in source.data.items():
         ours = getattr(cfg, key)
-        if isinstance(ours, tuple):
-            theirs, most = list(theirs), max(len(ours), len(theirs))
-            same = [*ours] * (most // len(ours)), theirs * (most // len(theirs))
-            is_other = any(abs(a - b) > 1e-3 for a, b in zip(*same, strict=True))
-        else:
-            is_other = abs(ours - theirs) > 1e-3 if isinstance(ours, float) else ours != theirs
+        # One value stands for all channels.
+        is_other = ours != theirs if isinstance(ours, str) else not np.allclose(ours, theirs, rtol=0, atol=1e-3)
         if is_other:
+            theirs = list(theirs) if isinstance(theirs, tuple) else theirs
             found.append(f"data.{key}={theirs}")
     return found
 

@@ -3,6 +3,7 @@
 import schema
 
 import functools
+import multiprocessing
 
 import pytest
 import torch
@@ -159,6 +160,15 @@ def test_neither_ranks_nor_workers_nor_a_resume_change_an_image(small):
     steps = [torch.cat(parts) for parts in zip(first[0].split(16), second[0].split(16), strict=True)]
     assert torch.equal(whole[0], torch.cat(steps))
     assert torch.equal(whole[0][64:], later[0])
+
+
+def test_processes_that_read_the_pictures_end_with_it(small):
+    loader, _ = build_loaders(
+        config(small, "data.resident=true", "data.num_workers=2"), rank=0, world_size=1, start_step=0
+    )
+    batches = iter(loader)
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2  # those that draw
 
 
 def test_pictures_of_two_sizes_are_refused_by_name(small, tmp_path):
