@@ -3,42 +3,52 @@
 from schema import Config
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from distributed import to_local
+from distributed import local_slice, to_local
 from imagenet_dataset import num_train_steps
 from vit import timm_name
 
 
 def param_groups(
-    model: nn.Module, no_weight_decay: set[str], weight_decay: float, layer_decay: float | None = None
+    model: nn.Module,
+    no_weight_decay: set[str],
+    weight_decay: float,
+    layer_decay: float | None = None,
+    *,
+    splits_blocks: bool = False,
 ) -> list[dict]:
     """Matrices (weights of linear layers and convolutions), which decay, and everything else; frozen tensors in none.
 
     With `layer_decay` two groups a layer, each with the share of the learning rate that it gets, its `lr_scale`: the
-    head's is 1, that of each layer below is `layer_decay` times that of the one above.
+    head's is 1, that of each layer below is `layer_decay` times that of the one above. A group says whether it holds
+    the blocks' matrices, `in_blocks`, which are groups of their own if `splits_blocks`.
 
     Args:
         model: whose parameters they are, wrapped or not.
         no_weight_decay: names of the tensors of two or more dimensions that are no matrices: tokens and positions.
         weight_decay: of the matrices.
         layer_decay: None = one layer.
+        splits_blocks: for Muon, which moves the blocks' matrices otherwise than all else.
     """
     named = [(timm_name(name), p) for name, p in model.named_parameters()]
     depth = 1 + max(int(name.split(".")[1]) for name, _ in named if name.startswith("blocks."))
-    groups: dict[tuple[float, bool], dict] = {}
+    groups: dict[tuple[float, bool, bool], dict] = {}
     for name, parameter in named:
         scale = 1.0 if layer_decay is None else layer_decay ** (depth + 1 - _layer(name, depth))
         decays = parameter.ndim >= 2 and name not in no_weight_decay
         group = {"params": [], "weight_decay": weight_decay if decays else 0.0, "lr_scale": scale}
+        group["in_blocks"] = splits_blocks and decays and name.startswith("blocks.")
         if parameter.requires_grad:
-            groups.setdefault((scale, not decays), group)["params"].append(parameter)
+            groups.setdefault((scale, not decays, group["in_blocks"]), group)["params"].append(parameter)
     return [groups[key] for key in sorted(groups)]
 
 
@@ -59,14 +69,18 @@ def _layer(name: str, depth: int) -> int:
 def build_optimizer(model: nn.Module, cfg: Config, *, no_weight_decay: set[str]) -> torch.optim.Optimizer:
     """The optimizer of the config, over the (sharded) parameters of `model` that train; call it after sharding."""
     options = cfg.optimizer
-    groups = param_groups(model, no_weight_decay, options.weight_decay, options.layer_decay)
+    splits_blocks = options.name == "muon"
+    groups = param_groups(
+        model, no_weight_decay, options.weight_decay, options.layer_decay, splits_blocks=splits_blocks
+    )
     on_cuda = groups[0]["params"][0].device.type == "cuda"  # one kernel for many tensors; on a CPU torch's plain loop
     if options.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, foreach=on_cuda)
     elif options.name == "lamb":
         optimizer = Lamb(groups, lr=options.lr, betas=options.betas, eps=options.eps)
     else:
-        optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=on_cuda)
+        kind = functools.partial(Muon, momentum=options.momentum) if options.name == "muon" else torch.optim.AdamW
+        optimizer = kind(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=on_cuda)
     _create_state(optimizer)
     return optimizer
 
@@ -135,6 +149,76 @@ class Lamb(torch.optim.Optimizer):
             dist.all_reduce(total, group=group)
         norms = (total + squares * ~is_cut).sqrt()
         return (norms[0] / norms[1]).where((norms > 0).all(dim=0), 1.0).float().unbind()
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) for the blocks' matrices, AdamW for all else.
+
+    A matrix moves by its Nesterov momentum made orthogonal, at 0.2 sqrt(its longer side) times the learning rate, with
+    which an update is about as large as AdamW's (Liu et al., arXiv 2502.16982). To the numbers of torch.optim.Muon with
+    adjust_lr_fn="match_rms_adamw", which takes matrix by matrix and cannot take a part of one: here those of one shape
+    go together, gathered whole in one all-reduce, in which every rank takes part, also one whose shards are empty.
+
+    Args:
+        groups: of `param_groups`, with splits_blocks.
+        momentum: of the blocks' matrices; `options` are AdamW's, the learning rate and weight decay those of both.
+    """
+
+    def __init__(self, groups: list[dict], *, momentum: float, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self.momentum = momentum
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One update."""
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group["in_blocks"]]
+        super().step()
+        self.param_groups = groups
+        for group in groups:
+            shapes = {parameter.shape for parameter in group["params"]} if group["in_blocks"] else ()
+            for shape in sorted(shapes):
+                self._move([p for p in group["params"] if p.shape == shape], group)
+
+    def _move(self, parameters: list[nn.Parameter], group: dict) -> None:
+        """Update matrices of one shape."""
+        for parameter in parameters:
+            self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+        present = [p for p in parameters if p.grad is not None]
+        weights, grads = [to_local(p) for p in present], [to_local(p.grad) for p in present]
+        averages = [to_local(self.state[p]["momentum_buffer"]) for p in present]
+        if present:
+            torch._foreach_lerp_(averages, grads, 1 - self.momentum)
+            grads = torch._foreach_lerp(grads, averages, self.momentum)
+        parts = dict(zip(present, grads, strict=True))
+        rows, columns = parameters[0].shape
+        device = to_local(parameters[0]).device
+        whole = torch.zeros(len(parameters), rows, columns, dtype=torch.bfloat16, device=device)
+        for matrix, parameter in zip(whole, parameters, strict=True):
+            if parameter in parts:
+                local_slice(matrix, parameter).copy_(parts[parameter])
+        for shard_group in _shard_groups(parameters):
+            dist.all_reduce(whole, group=shard_group)  # exact: a place is zero on all ranks but the one that holds it
+        whole = orthogonal(whole).to(torch.float32, memory_format=torch.contiguous_format)
+        updates = [local_slice(m, p) for m, p in zip(whole, parameters, strict=True) if p in parts]
+        if present:
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, updates, alpha=-group["lr"] * 0.2 * math.sqrt(max(rows, columns)))
+
+
+def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
+    """Matrices (K, A, B), bfloat16, with their singular values taken to about 1: between 0.7 and 1.2.
+
+    Five steps of a Newton-Schulz iteration with Jordan's coefficients, which are chosen to grow small ones fast.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
 
 
 @contextlib.contextmanager

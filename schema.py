@@ -324,7 +324,7 @@ class DataConfig:
 class OptimizerConfig:
     """What updates the weights; None for what the named optimizer does not have."""
 
-    name: Literal["adamw", "sgd", "lamb"]
+    name: Literal["adamw", "sgd", "lamb", "muon"]
     lr: PositiveFloat
     betas: tuple[Rate, Rate] | None
     eps: PositiveFloat | None
@@ -333,7 +333,7 @@ class OptimizerConfig:
     layer_decay: Fraction | None
 
     def __post_init__(self) -> None:
-        takes = ("momentum",) if self.name == "sgd" else ("betas", "eps")
+        takes = {"sgd": ("momentum",), "muon": ("betas", "eps", "momentum")}.get(self.name, ("betas", "eps"))
         for key in ("betas", "eps", "momentum"):
             value = getattr(self, key)
             if value is None and key in takes:

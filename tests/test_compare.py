@@ -19,6 +19,7 @@ from PIL import Image
 
 import imagenet_dataset
 import trainer
+import vit
 from optim import lr_at, param_groups
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -85,6 +86,7 @@ def test_rates_are_the_entrypoints(overrides, layer_decay):
     [
         ("adamw", torch.optim.AdamW, {"betas": (0.8, 0.9), "eps": 1e-7}),
         ("lamb", timm.optim.Lamb, {"betas": (0.8, 0.9), "eps": 1e-7, "max_grad_norm": None}),
+        ("muon", timm.optim.Muon, {"betas": (0.8, 0.9), "eps": 1e-7, "momentum": 0.8}),
         ("sgd", torch.optim.SGD, {"momentum": 0.8, "nesterov": False}),
     ],
 )
@@ -103,9 +105,22 @@ def test_optimizer_is_what_the_config_says(name, kind, options):
         values = {id(weight): group[key] for group in groups for weight in group["params"]}
         return {name: values[id(weight)] for name, weight in model.named_parameters()}
 
-    ours = param_groups(model, {"cls_token", "reg_token", "pos_embed"}, 0.3, 0.5)
+    splits_blocks = name == "muon"
+    ours = param_groups(model, {"cls_token", "reg_token", "pos_embed"}, 0.3, 0.5, splits_blocks=splits_blocks)
+    if splits_blocks:
+        by_muon = [{"used": not g["use_fallback"] and g["nesterov"], **g} for g in optimizer.param_groups]
+        by_us = [{"used": g["in_blocks"], **g} for g in ours]
+        assert of_each(by_muon, "used") == of_each(by_us, "used")
     for key in ("weight_decay", "lr_scale"):
         assert of_each(optimizer.param_groups, key) == pytest.approx(of_each(ours, key))
+
+
+def test_fixed_positions_are_the_entrypoints_and_stay():
+    cfg = schema.load_config("L0_sanity", [*TINY, "model.pos_embed=sincos", "model.class_token=true"])
+    model = compare.build_model(cfg)
+    assert torch.equal(model.pos_embed, vit.sincos_positions(cfg.model))
+    trained = {id(p) for group in compare.build_optimizer(model, cfg).param_groups for p in group["params"]}
+    assert {name for name, p in model.named_parameters() if id(p) not in trained} == {"pos_embed"}
 
 
 @pytest.mark.parametrize("mix", [[], ["data.mixup=0.8"], ["data.cutmix=1"], ["data.mixup=0.8", "data.cutmix=1"]])
@@ -293,7 +308,6 @@ def test_a_class_may_be_missing_in_val(tmp_path, tiny, run):
         ],
         ["model.representation_size=8", "checkpoint.save_final_model=false"],
         ["model.drop_path_schedule=constant"],
-        ["model.pos_embed=sincos"],
         ["model.init_head_bias=-6.9"],
         ["model.freeze=backbone"],
         ["model.img_size=[16, 24]"],

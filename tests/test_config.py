@@ -348,7 +348,7 @@ REFUSED = {
         "304 or 320",
     ),
     # Optimizers, schedules, averages and heads.
-    "optimizer": ("optimizer.name=adam", "optimizer.name='adam'", "'adamw', 'sgd' or 'lamb'"),
+    "optimizer": ("optimizer.name=adam", "optimizer.name='adam'", "'adamw', 'sgd', 'lamb' or 'muon'"),
     "betas of SGD": (
         "optimizer.name=sgd optimizer.momentum=0.9",
         "optimizer.betas=[0.9, 0.999]",
@@ -361,6 +361,7 @@ REFUSED = {
         "optimizer.momentum=null",
         "optimizer.name=sgd needs a value",
     ),
+    "no momentum of Muon": ("optimizer.name=muon", "optimizer.momentum=null", "optimizer.name=muon needs a value"),
     "no betas": ("optimizer.name=lamb optimizer.betas=null", "optimizer.betas=null", "needs a value"),
     "layer decay": ("optimizer.layer_decay=1.5", "optimizer.layer_decay=1.5", "less than or equal to 1"),
     "schedule": ("lr_scheduler.name=step", "lr_scheduler.name='step'", "'rsqrt'"),

@@ -22,6 +22,7 @@ SGD = ["optimizer.name=sgd", "optimizer.betas=null", "optimizer.eps=null", "opti
 OPTIMIZERS = {
     "sgd": [*SGD, "optimizer.lr=0.05"],
     "lamb": ["optimizer.name=lamb", "optimizer.lr=0.02"],
+    "muon": ["optimizer.name=muon", "optimizer.momentum=0.95"],
     "layers": ["optimizer.layer_decay=0.5"],
 }
 ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -126,7 +127,7 @@ def test_loss_curves_agree(runs, nproc):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_agree(runs, nproc, name):
-    """LAMB's norms of whole tensors among them, and SGD's momentum, which starts at zero."""
+    """LAMB's norms of whole tensors and Muon's whole matrices among them, and SGD's momentum, which starts at zero."""
     _, folder = runs(nproc)
     want = column(folder, f"{name}-train_ddp", "train/loss")
     assert len(want) == 10

@@ -40,18 +40,19 @@ from benchmark import config_name_and_overrides, write
 from timm.data import ImageDataset, Mixup, auto_augment, create_loader
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.models.vision_transformer import VisionTransformer
-from timm.optim import create_optimizer_v2
+from timm.optim import Muon, create_optimizer_v2, param_groups_layer_decay
 from timm.scheduler import CosineLRScheduler
 from torch import nn
 
 import augment
 import distributed
 import imagenet_dataset
+import vit
 from weights import OURS_ALONE
 
 # What this loop can honour one value of.
 ONLY = """
-    fp8_config.enabled=false model.transformer_engine=false model.representation_size=null model.pos_embed=learn
+    fp8_config.enabled=false model.transformer_engine=false model.representation_size=null
     model.drop_path_schedule=linear model.init_head_bias=0.0 model.freeze=null lr_scheduler.name=cosine
     data.source=folder data.repeated_augmentation=1 data.on_error=raise data.exif_orientation=false
     data.max_pixels=178956970 checkpoint.init_from=null wandb.mode=disabled tensorboard.enabled=false
@@ -86,10 +87,13 @@ def check(cfg: Config) -> None:
 
 
 def build_model(cfg: Config) -> VisionTransformer:
-    """The model, with timm's first weights."""
+    """The model, with timm's first weights; fixed positions, if it has them, are the entrypoints'."""
     names = {field.name for field in dataclasses.fields(cfg.model)} - OURS_ALONE | {"num_classes"}
     norm_layer = functools.partial(nn.LayerNorm, eps=cfg.model.norm_eps)
-    return VisionTransformer(**{name: getattr(cfg.model, name) for name in names}, norm_layer=norm_layer)
+    model = VisionTransformer(**{name: getattr(cfg.model, name) for name in names}, norm_layer=norm_layer)
+    if cfg.model.pos_embed == "sincos":  # which timm has not
+        model.pos_embed = nn.Parameter(vit.sincos_positions(cfg.model), requires_grad=False)
+    return model
 
 
 def build_loader(cfg: Config, split: str, device: torch.device) -> Any:
@@ -145,6 +149,8 @@ def build_loss(cfg: Config) -> tuple[Mixup | None, nn.Module]:
 
 def build_optimizer(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
     """The optimizer, with timm's groups of parameters."""
+    if cfg.optimizer.name == "muon":
+        return _muon(model, cfg)
     fused = {"fused": True} if next(model.parameters()).is_cuda else {}
     betas = {"betas": cfg.optimizer.betas, "eps": cfg.optimizer.eps}
     name, options = {
@@ -154,6 +160,22 @@ def build_optimizer(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
     }[cfg.optimizer.name]
     options |= {key: getattr(cfg.optimizer, key) for key in ("lr", "weight_decay", "layer_decay")}
     return create_optimizer_v2(model, name, **options)
+
+
+def _muon(model: nn.Module, cfg: Config) -> Muon:
+    """timm's Muon for the blocks' matrices, with Jordan's coefficients, and its AdamW for all else."""
+    options = cfg.optimizer
+    groups = param_groups_layer_decay(
+        model, options.weight_decay, model.no_weight_decay(), layer_decay=options.layer_decay or 1.0
+    )
+    in_blocks = {id(p) for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2}
+    split = []
+    for group, of_blocks in itertools.product(groups, (True, False)):
+        own = [p for p in group["params"] if (id(p) in in_blocks) == of_blocks]
+        routed = {"params": own, "use_fallback": not of_blocks, "nesterov": of_blocks}
+        split += [group | routed] if own else []
+    values = {key: getattr(options, key) for key in ("lr", "betas", "eps", "momentum")}
+    return Muon(split, ns_coefficients="original", **values)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, cfg: Config) -> CosineLRScheduler:
