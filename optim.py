@@ -183,25 +183,25 @@ class Muon(torch.optim.AdamW):
     def _move(self, parameters: list[nn.Parameter], group: dict) -> None:
         """Update matrices of one shape."""
         for parameter in parameters:
-            self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+            if not (state := self.state[parameter]):
+                state["momentum_buffer"] = torch.zeros_like(parameter)
         present = [p for p in parameters if p.grad is not None]
         weights, grads = [to_local(p) for p in present], [to_local(p.grad) for p in present]
         averages = [to_local(self.state[p]["momentum_buffer"]) for p in present]
         if present:
             torch._foreach_lerp_(averages, grads, 1 - self.momentum)
             grads = torch._foreach_lerp(grads, averages, self.momentum)
-        parts = dict(zip(present, grads, strict=True))
         rows, columns = parameters[0].shape
         device = to_local(parameters[0]).device
         whole = torch.zeros(len(parameters), rows, columns, dtype=torch.bfloat16, device=device)
-        for matrix, parameter in zip(whole, parameters, strict=True):
-            if parameter in parts:
-                local_slice(matrix, parameter).copy_(parts[parameter])
+        if present:
+            places = [local_slice(m, p) for m, p in zip(whole, parameters, strict=True) if p.grad is not None]
+            torch._foreach_copy_(places, grads)
         for shard_group in _shard_groups(parameters):
             dist.all_reduce(whole, group=shard_group)  # exact: a place is zero on all ranks but the one that holds it
         whole = orthogonal(whole).to(torch.float32, memory_format=torch.contiguous_format)
-        updates = [local_slice(m, p) for m, p in zip(whole, parameters, strict=True) if p in parts]
         if present:
+            updates = [local_slice(m, p) for m, p in zip(whole, parameters, strict=True) if p.grad is not None]
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(weights, updates, alpha=-group["lr"] * 0.2 * math.sqrt(max(rows, columns)))
 

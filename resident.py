@@ -249,6 +249,8 @@ class DeviceAugment:
     def __call__(self, pictures: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
         """Pictures (N, C, any, any), uint8, and rows of `Plans` (B, P), float64, to images (B, C, Y, X), uint8."""
         index, plan = plan[:, 0].long(), plan[:, 1:].float()
+        if self.device.type == "cuda":  # else the copy may wait for the device (CUDA's API synchronization behavior)
+            index, plan = index.pin_memory(), plan.pin_memory()
         index, plan = (t.to(self.device, non_blocking=True) for t in (index, plan))
         crop, ops, erased = plan.split([6, OP_WIDTH * self.num_ops, 5], dim=1)
         images = self.crop(pictures[index], crop)

@@ -43,6 +43,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+STOP_S = 60  # for a run to save and end in
 PACKAGES = ("torch", "torchvision", "timm", "megatron-fsdp", "transformer-engine", "hydra-core")
 PACKAGES += ("pillow", "nvidia-dali-cuda120")
 
@@ -84,12 +85,25 @@ def config_name_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def run(script: str, folder: Path, args: argparse.Namespace, *overrides: str) -> list[dict[str, Any]]:
-    """One run of an entrypoint under torchrun with `folder` as its output_dir; its metrics.jsonl."""
+    """One run of an entrypoint under torchrun with `folder` as its output_dir; its metrics.jsonl.
+
+    Past --timeout it is stopped as a preempted run is: it saves, and what it measured counts.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"]
     command += [ROOT / f"{script}.py", *args.overrides, f"output_dir={folder}", *overrides]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=args.timeout)
-    if done.returncode:
-        sys.exit(f"{script} failed with {done.returncode}:\n{done.stderr[-4000:]}")
+    process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        _, errors = process.communicate(timeout=args.timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            _, errors = process.communicate(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            sys.exit(f"{script} had not ended {STOP_S} s after it was stopped at --timeout={args.timeout:g}")
+    status = json.loads((folder / "status.json").read_text()) if (folder / "status.json").exists() else {}
+    if process.returncode and status.get("state") != "preempted":
+        sys.exit(f"{script} failed with {process.returncode}:\n{errors[-4000:]}")
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -100,6 +114,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         with contextlib.nullcontext(args.keep / script) if args.keep else tempfile.TemporaryDirectory() as folder:
             started = time.perf_counter()
             lines = run(script, Path(folder), args, *([] if args.keep else ["checkpoint.ckpt_dir=null"]))
+            status = json.loads((Path(folder) / "status.json").read_text())
             seconds = time.perf_counter() - started
         rows = [line for line in lines if "train/loss" in line]
         steady = [row for row in rows if row["step"] > args.warmup] or rows[-1:]
@@ -115,6 +130,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             "data_wait_fraction": median("train/data_wait_fraction"),
             "memory_peak_gib": median("train/memory_peak_gib"),
             "wall_s": round(seconds, 1),  # from the launch to its end
+            "ended": {key: status[key] for key in ("state", "step")},  # preempted: by --timeout
             "losses": {row["step"]: round(row["train/loss"], 6) for row in rows},
             "validation": [line for line in lines if "val/top1" in line],
         }
@@ -680,14 +696,14 @@ def main() -> None:
     sub.add_argument("--nproc", type=int, default=1)
     sub.add_argument("--keep", type=Path, help="folder for the runs; otherwise they leave nothing")
     sub.add_argument("--warmup", type=int, default=10, help="steps that do not count")
-    sub.add_argument("--timeout", type=float, default=300, help="seconds a script")
+    sub.add_argument("--timeout", type=float, default=300, help="seconds a script, which then saves and ends")
     sub.add_argument("--output", type=Path, required=True)
     sub.add_argument("overrides", nargs="*", help="after --: the entrypoints' own arguments")
     sub = commands.add_parser("save", help="how long saves hold up a run")
     sub.add_argument("--scripts", nargs="+", default=["train_ddp", "train_fsdp2", "train_mfsdp"])
     sub.add_argument("--nproc", type=int, default=1)
     sub.add_argument("--every", type=int, default=4, help="steps between saves; a run has three")
-    sub.add_argument("--timeout", type=float, default=300, help="seconds a run")
+    sub.add_argument("--timeout", type=float, default=300, help="seconds a run, which then ends")
     sub.add_argument("--output", type=Path, required=True)
     sub.add_argument("overrides", nargs="*", help="after --: the entrypoints' own arguments")
     sub = commands.add_parser("step", help="one GPU's step: our blocks beside timm's and TransformerEngine's bare ones")
