@@ -29,7 +29,7 @@ import shards
 from augment import Augment, crop_box, seeded
 from decode import Ahead, Decoder, Encoded, Jpeg, PictureError, bounded, encode
 from folders import Folder, scan
-from resident import Pixels, Plans, Resident, collate_plans
+from resident import Kept, Pixels, Plans, Resident, collate_plans
 
 logger = logging.getLogger(__name__)
 PADDING = -1  # label of the images that fill up the last validation batch; they count for nothing
@@ -304,7 +304,7 @@ class Loader(DataLoader):
 
 def build_loaders(
     cfg: Config, *, rank: int, world_size: int, start_step: int
-) -> tuple[Loader | Ahead | Resident, Loader]:
+) -> tuple[Loader | Ahead | Resident, Loader | Kept]:
     """The training stream from `start_step` on, a microbatch an item, and the validation set, a batch an item."""
     micro, _ = micro_batch(cfg, world_size)
     place = {"rank": rank, "world_size": world_size}
@@ -328,7 +328,9 @@ def build_loaders(
         pixels = Pixels(train, cfg)
         all_of_them = [[(0, i) for i in range(n, min(n + 512, len(train)))] for n in range(0, len(train), 512)]
         plans = Loader(Plans(pixels, cfg), sampler, cfg, collate=collate_plans, pin_memory=False)
-        return Resident(Loader(pixels, all_of_them, cfg), plans, cfg, _device()), val_loader
+        shape = (len(val_loader) * micro, cfg.model.in_chans, *pair(cfg.data.image_size))
+        train_loader = Resident(Loader(pixels, all_of_them, cfg), plans, cfg, _device())
+        return train_loader, Kept(val_loader, shape, _device())
     train_loader = Loader(train_set, sampler, cfg)
     if cfg.data.decoder == "nvjpeg" and cfg.data.source != "synthetic":
         return Ahead(train_loader, cfg, _device()), val_loader

@@ -210,11 +210,7 @@ class Resident:
     def _read(self) -> torch.Tensor:
         started, shape = time.perf_counter(), (len(self.pixels.dataset), *self.pixels.dataset.shape)
         needed = math.prod(shape)
-        if self.device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(self.device)[0]) / 2:
-            raise RunError(
-                f"data.resident=true: {shape[0]} pictures take {needed / 2**30:.1f} GiB, more than half of the "
-                f"{free / 2**30:.1f} GiB that are free on the GPU: set it to false"
-            )
+        _make_sure_of(needed, shape[0], self.device)
         pictures, place = torch.empty(shape, dtype=torch.uint8, device=self.device), 0
         for images, _ in self.pixels:
             pictures[place : place + len(images)] = images.to(self.device, non_blocking=True)
@@ -222,6 +218,47 @@ class Resident:
         seconds = time.perf_counter() - started
         logger.info("%d pictures (%.2f GiB) are on the device after %.1f s", place, needed / 2**30, seconds)
         return pictures
+
+
+class Kept:
+    """The batches of a loader, in the device's memory after the first pass: for validation, where none ever changes.
+
+    Args:
+        loader: of batches of uint8 images (B, C, Y, X) and labels (B,).
+        shape: of them all, (batches x B, C, Y, X).
+        device: which keeps them.
+    """
+
+    def __init__(self, loader: Iterable, shape: tuple[int, ...], device: torch.device) -> None:
+        self.loader, self.shape, self.device = loader, shape, device
+        self.batches: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Starts the workers, the first time.
+
+        Raises:
+            RunError: they need more memory than there is.
+        """
+        if self.batches is not None:
+            return iter(self.batches)
+        _make_sure_of(math.prod(self.shape), self.shape[0], self.device)
+        return self._kept(iter(self.loader))
+
+    def _kept(self, batches: Iterator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        kept = []
+        for images, labels in batches:
+            kept.append((images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)))
+            yield kept[-1]
+        self.batches, self.loader = kept, None  # whose processes end with it
+
+
+def _make_sure_of(needed: int, num_pictures: int, device: torch.device) -> None:
+    """Refuse what takes more than half of the device's free memory, in bytes."""
+    if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]) / 2:
+        raise RunError(
+            f"data.resident=true: {num_pictures} pictures take {needed / 2**30:.1f} GiB, more than half of the "
+            f"{free / 2**30:.1f} GiB that are free on the GPU: set it to false"
+        )
 
 
 class DeviceAugment:

@@ -171,6 +171,22 @@ def test_processes_that_read_the_pictures_end_with_it(small):
     assert len(multiprocessing.active_children()) == 2  # those that draw
 
 
+def test_validation_reads_once_and_gives_what_the_loader_gives(small):
+    place = {"rank": 0, "world_size": 1, "start_step": 0}
+    _, plain = build_loaders(config(small), **place)
+    _, kept = build_loaders(config(small, "data.resident=true", "data.num_workers=2"), **place)
+    partly = iter(kept)
+    next(partly)  # broken off
+    del partly
+    want, first, second = list(plain), list(kept), list(kept)
+    assert not multiprocessing.active_children()
+    assert len(want) > 1
+    for got in (first, second):
+        for batch, other in zip(got, want, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(batch, other, strict=True))
+    assert all(a is b for a, b in zip(first, second, strict=True))
+
+
 def test_pictures_of_two_sizes_are_refused_by_name(small, tmp_path):
     for split in ("train", "val"):
         (tmp_path / split).mkdir()

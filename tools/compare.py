@@ -163,7 +163,7 @@ def build_optimizer(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
 
 
 def _muon(model: nn.Module, cfg: Config) -> Muon:
-    """timm's Muon for the blocks' matrices, with Jordan's coefficients, and its AdamW for all else."""
+    """Timm's Muon for the blocks' matrices, with Jordan's coefficients, and its AdamW for all else."""
     options = cfg.optimizer
     groups = param_groups_layer_decay(
         model, options.weight_decay, model.no_weight_decay(), layer_decay=options.layer_decay or 1.0
