@@ -69,8 +69,7 @@ class Speed:
         self.epoch_start = time.perf_counter() if start_step == 0 else None
         self.epoch_seconds: float | None = None
         peak = peak_flops(session.device)
-        # Training is three forward passes' worth: one forward, two in the backward. Recomputation does not count.
-        self.mfu_per_image_rate = 3 * flops_per_image / (peak * session.world_size) if peak else None
+        self.mfu_per_image_rate = flops_per_image / (peak * session.world_size) if peak else None
         self.restart()
 
     def restart(self) -> None:

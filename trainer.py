@@ -87,7 +87,9 @@ def train(
         start_step=start_step,
         images_per_step=cfg.global_batch_size,
         images_per_epoch=sizes(cfg)[0],
-        flops_per_image=run.flops_per_image,
+        # Three forward passes' worth: one forward, two in the backward, of which a linear probe has next to nothing.
+        # Recomputation does not count.
+        flops_per_image=run.flops_per_image * (1 if cfg.model.freeze == "backbone" else 3),
     )
     profiler = Profiler(cfg, session, start_step=start_step)
     saver = checkpoint.Saver(run.state, cfg, session, run_id=resumed.run_id)

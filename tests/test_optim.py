@@ -6,11 +6,13 @@ What needs several processes runs in one set of two; a loop of torch's own in th
 import schema
 
 import copy
+import json
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from conftest import TINY, assert_same, column, read_metrics, run_tasks, started_once, weights
 from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer as TimmViT
@@ -250,9 +252,10 @@ def _tasks(pictures, folder):
     tasks.append(task("ema-off", "train_fsdp2", *HALF, "num_train_steps=8", output="ema-later"))
     fixed = ["model.pos_embed=sincos", "model.class_token=true", "model.representation_size=16"]
     for script in SCRIPTS:
-        tasks.append(task(f"probe-{script}", script, "model.freeze=backbone", "ema.decay=0.5"))
+        probe = ["model.freeze=backbone", "ema.decay=0.5"]
+        tasks.append(task(f"probe-{script}", script, *probe, before="pretend_a_peak"))
         options = [*fixed, "checkpoint.save_final_model=false", "activation_checkpointing=true"]
-        tasks.append(task(f"fixed-{script}", script, *options))
+        tasks.append(task(f"fixed-{script}", script, *options, before="pretend_a_peak"))
         more = ["model.class_token=true", "model.reg_tokens=1", "model.init_values=0.1", "model.qk_norm=true"]
         tasks.append(task(f"timm-{script}", script, *more, "model.implementation=timm"))
         paper = ["model.class_token=true", "model.global_pool=token"]
@@ -417,6 +420,20 @@ def test_averaging_may_begin_and_end_with_a_resume(runs):
     assert "which ema.decay=null ignores" in (folder / "ema-later/train.log").read_text()
     assert stored(folder, "ema-later", 8, "ema") == {}
     assert_same(weights(folder, "ema-later"), stored(folder, "ema-later", 8, "model"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_mfu_counts_no_backward_pass_that_a_probe_has_not(runs, script):
+    _, folder = runs(0)
+    for name, passes in (("probe", 1), ("fixed", 3)):
+        options = yaml.safe_load((folder / f"{name}-{script}/config.yaml").read_text())["model"]
+        given = [f"model.{key}={json.dumps(value)}" for key, value in options.items()]
+        model = VisionTransformer(load_config(*given, "checkpoint.save_final_model=false").model)
+        row = read_metrics(folder / f"{name}-{script}")[4]
+        peak = 2 * 1e6  # of two devices
+        assert row["train/mfu"] == pytest.approx(
+            passes * model.flops_per_image() * row["train/images_per_second"] / peak, rel=0.02
+        )
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
