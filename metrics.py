@@ -56,7 +56,10 @@ def utilization(device: torch.device) -> float | None:
 
 
 class Speed:
-    """Images/s, step time, share of it spent waiting for data, memory, MFU and place in the epoch since `read`."""
+    """Images/s, step time, share of it spent waiting for data, memory, MFU and place in the epoch since `read`.
+
+    `flops_per_image` are those of training on it, for the MFU.
+    """
 
     def __init__(
         self, session: Session, *, start_step: int, images_per_step: int, images_per_epoch: int, flops_per_image: float

@@ -3,7 +3,6 @@
 from schema import Config
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -29,8 +28,8 @@ def param_groups(
     """Matrices (weights of linear layers and convolutions), which decay, and everything else; frozen tensors in none.
 
     With `layer_decay` two groups a layer, each with the share of the learning rate that it gets, its `lr_scale`: the
-    head's is 1, that of each layer below is `layer_decay` times that of the one above. A group says whether it holds
-    the blocks' matrices, `in_blocks`, which are groups of their own if `splits_blocks`.
+    head's is 1, that of each layer below is `layer_decay` times that of the one above. With
+    `splits_blocks` the blocks' matrices are groups of their own, marked `in_blocks`.
 
     Args:
         model: whose parameters they are, wrapped or not.
@@ -76,11 +75,14 @@ def build_optimizer(model: nn.Module, cfg: Config, *, no_weight_decay: set[str])
     on_cuda = groups[0]["params"][0].device.type == "cuda"  # one kernel for many tensors; on a CPU torch's plain loop
     if options.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, foreach=on_cuda)
-    elif options.name == "lamb":
-        optimizer = Lamb(groups, lr=options.lr, betas=options.betas, eps=options.eps)
     else:
-        kind = functools.partial(Muon, momentum=options.momentum) if options.name == "muon" else torch.optim.AdamW
-        optimizer = kind(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=on_cuda)
+        adaptive = {"lr": options.lr, "betas": options.betas, "eps": options.eps}
+        if options.name == "lamb":
+            optimizer = Lamb(groups, **adaptive)
+        elif options.name == "muon":
+            optimizer = Muon(groups, momentum=options.momentum, fused=on_cuda, **adaptive)
+        else:
+            optimizer = torch.optim.AdamW(groups, fused=on_cuda, **adaptive)
     _create_state(optimizer)
     return optimizer
 
@@ -188,15 +190,13 @@ class Muon(torch.optim.AdamW):
         present = [p for p in parameters if p.grad is not None]
         weights, grads = [to_local(p) for p in present], [to_local(p.grad) for p in present]
         averages = [to_local(self.state[p]["momentum_buffer"]) for p in present]
-        if present:
-            torch._foreach_lerp_(averages, grads, 1 - self.momentum)
-            grads = torch._foreach_lerp(grads, averages, self.momentum)
         rows, columns = parameters[0].shape
         device = to_local(parameters[0]).device
         whole = torch.zeros(len(parameters), rows, columns, dtype=torch.bfloat16, device=device)
         if present:
+            torch._foreach_lerp_(averages, grads, 1 - self.momentum)
             places = [local_slice(m, p) for m, p in zip(whole, parameters, strict=True) if p.grad is not None]
-            torch._foreach_copy_(places, grads)
+            torch._foreach_copy_(places, torch._foreach_lerp(grads, averages, self.momentum))
         for shard_group in _shard_groups(parameters):
             dist.all_reduce(whole, group=shard_group)  # exact: a place is zero on all ranks but the one that holds it
         whole = orthogonal(whole).to(torch.float32, memory_format=torch.contiguous_format)

@@ -6,6 +6,8 @@ processes only draw what is to happen to each sample (`Plans`), in the order and
 own path draws from (`imagenet_dataset.PictureDataset`, `augment.Augment`), and the device does it (`Resident`). So
 sample n has the same crop, flips, operations and erased box either way, whatever the number of workers and ranks.
 
+Validation pictures, which every evaluation crops alike, stay there as the loader gave them (`Kept`).
+
 The arithmetic is Pillow's, on floats that hold whole numbers of 0..255. Pictures come out equal to the other path's up
 to rounding, but for what fills erased boxes: the same distribution, from a store of `NUM_NOISES` pictures of noise.
 """
@@ -285,10 +287,10 @@ class DeviceAugment:
     @torch.no_grad()
     def __call__(self, pictures: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
         """Pictures (N, C, any, any), uint8, and rows of `Plans` (B, P), float64, to images (B, C, Y, X), uint8."""
-        index, plan = plan[:, 0].long(), plan[:, 1:].float()
         if self.device.type == "cuda":  # else the copy may wait for the device (CUDA's API synchronization behavior)
-            index, plan = index.pin_memory(), plan.pin_memory()
-        index, plan = (t.to(self.device, non_blocking=True) for t in (index, plan))
+            plan = plan.pin_memory()
+        plan = plan.to(self.device, non_blocking=True)
+        index, plan = plan[:, 0].long(), plan[:, 1:].float()
         crop, ops, erased = plan.split([6, OP_WIDTH * self.num_ops, 5], dim=1)
         images = self.crop(pictures[index], crop)
         for op in ops.split(OP_WIDTH, dim=1):

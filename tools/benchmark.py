@@ -84,8 +84,10 @@ def config_name_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
     return arguments[at + 1], arguments[:at] + arguments[at + 2 :]
 
 
-def run(script: str, folder: Path, args: argparse.Namespace, *overrides: str) -> list[dict[str, Any]]:
-    """One run of an entrypoint under torchrun with `folder` as its output_dir; its metrics.jsonl.
+def run(
+    script: str, folder: Path, args: argparse.Namespace, *overrides: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """One run of an entrypoint under torchrun with `folder` as its output_dir; its metrics.jsonl and status.json.
 
     Past --timeout it is stopped as a preempted run is: it saves, and what it measured counts.
     """
@@ -104,7 +106,11 @@ def run(script: str, folder: Path, args: argparse.Namespace, *overrides: str) ->
     status = json.loads((folder / "status.json").read_text()) if (folder / "status.json").exists() else {}
     if process.returncode and status.get("state") != "preempted":
         sys.exit(f"{script} failed with {process.returncode}:\n{errors[-4000:]}")
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    written = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
+    if not lines:
+        sys.exit(f"{script} was stopped at --timeout={args.timeout:g} before its first step: give it longer")
+    return lines, status
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -113,8 +119,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     for script in args.scripts:
         with contextlib.nullcontext(args.keep / script) if args.keep else tempfile.TemporaryDirectory() as folder:
             started = time.perf_counter()
-            lines = run(script, Path(folder), args, *([] if args.keep else ["checkpoint.ckpt_dir=null"]))
-            status = json.loads((Path(folder) / "status.json").read_text())
+            lines, status = run(script, Path(folder), args, *([] if args.keep else ["checkpoint.ckpt_dir=null"]))
             seconds = time.perf_counter() - started
         rows = [line for line in lines if "train/loss" in line]
         steady = [row for row in rows if row["step"] > args.warmup] or rows[-1:]
@@ -151,7 +156,9 @@ def save(args: argparse.Namespace) -> dict[str, Any]:
                 saves = [f"checkpoint.async_save={way}", f"checkpoint.save_every_n_steps={args.every}"]
                 saves += ["checkpoint.save_final_model=false", "checkpoint.max_checkpoints=1"]
                 length = ["num_epochs=null", f"num_train_steps={3 * args.every}", "evaluation.every_n_steps=null"]
-                lines = run(script, Path(folder), args, *saves, *length, "logger.frequency=1")
+                lines, status = run(script, Path(folder), args, *saves, *length, "logger.frequency=1")
+                if status["state"] != "finished":
+                    sys.exit(f"{script} was stopped at --timeout={args.timeout:g} before its last save: give it longer")
                 log = (Path(folder) / "train.log").read_text()
                 size = sum(f.stat().st_size for f in Path(folder).glob(f"checkpoints/step_{3 * args.every:08d}/*"))
             found = re.findall(r"step \d+: (?:saved|copied, to be written) in ([\d.]+) s(?:, after ([\d.]+) s)?", log)
@@ -703,7 +710,7 @@ def main() -> None:
     sub.add_argument("--scripts", nargs="+", default=["train_ddp", "train_fsdp2", "train_mfsdp"])
     sub.add_argument("--nproc", type=int, default=1)
     sub.add_argument("--every", type=int, default=4, help="steps between saves; a run has three")
-    sub.add_argument("--timeout", type=float, default=300, help="seconds a run, which then ends")
+    sub.add_argument("--timeout", type=float, default=300, help="seconds a run")
     sub.add_argument("--output", type=Path, required=True)
     sub.add_argument("overrides", nargs="*", help="after --: the entrypoints' own arguments")
     sub = commands.add_parser("step", help="one GPU's step: our blocks beside timm's and TransformerEngine's bare ones")

@@ -169,13 +169,11 @@ def _muon(model: nn.Module, cfg: Config) -> Muon:
         model, options.weight_decay, model.no_weight_decay(), layer_decay=options.layer_decay or 1.0
     )
     in_blocks = {id(p) for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2}
-    split = []
-    for group, of_blocks in itertools.product(groups, (True, False)):
-        own = [p for p in group["params"] if (id(p) in in_blocks) == of_blocks]
-        routed = {"params": own, "use_fallback": not of_blocks, "nesterov": of_blocks}
-        split += [group | routed] if own else []
+    for group in groups:  # each of one layer, and of what decays or of what does not
+        of_blocks = id(group["params"][0]) in in_blocks
+        group |= {"use_fallback": not of_blocks, "nesterov": of_blocks}
     values = {key: getattr(options, key) for key in ("lr", "betas", "eps", "momentum")}
-    return Muon(split, ns_coefficients="original", **values)
+    return Muon(groups, ns_coefficients="original", **values)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, cfg: Config) -> CosineLRScheduler:
