@@ -8,7 +8,7 @@ import schema
 import contextlib
 import functools
 import gzip
-import importlib.util
+import importlib.machinery
 import io
 import itertools
 import json
@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, TINY, column, read_metrics, run_tasks
+from conftest import ROOT, TINY, column, read_metrics, run_tasks, tool
 from packaging.requirements import Requirement
 from PIL import Image
 
@@ -38,15 +38,6 @@ from distributed import Session
 
 KEY = "5f0c" * 10  # what a wandb key looks like
 FAILURES = ("import raises", "init raises", "log raises", "summary raises", "finish raises", "init hangs")
-
-
-def tool(name):
-    """A script of tools/ as a module."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 @pytest.fixture(scope="module")

@@ -93,10 +93,12 @@ def run(
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"]
     command += [ROOT / f"{script}.py", *args.overrides, f"output_dir={folder}", *overrides]
+    was_stopped = False
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         _, errors = process.communicate(timeout=args.timeout)
     except subprocess.TimeoutExpired:
+        was_stopped = True
         process.terminate()
         try:
             _, errors = process.communicate(timeout=STOP_S)
@@ -104,7 +106,8 @@ def run(
             process.kill()
             sys.exit(f"{script} had not ended {STOP_S} s after it was stopped at --timeout={args.timeout:g}")
     status = json.loads((folder / "status.json").read_text()) if (folder / "status.json").exists() else {}
-    if process.returncode and status.get("state") != "preempted":
+    # One that is stopped while it ends has finished, too.
+    if process.returncode and not (was_stopped and status.get("state") in ("preempted", "finished")):
         sys.exit(f"{script} failed with {process.returncode}:\n{errors[-4000:]}")
     written = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
@@ -629,10 +632,12 @@ def summarise(events: Any, steps: int) -> dict[str, Any]:
     """Milliseconds a step: by kind of kernel, communication that nothing else hides, and an idle GPU."""
     from torch.autograd import DeviceType
 
+    # Ranges that the host has named (a step, DDP's forward, an optimizer's step) are on the GPU's timeline, too.
+    ranges = {e.name for e in events if e.device_type == DeviceType.CPU}
     kernels = sorted(
         (e.time_range.start, e.time_range.end, e.name)
         for e in events
-        if e.device_type == DeviceType.CUDA and not e.name.startswith(("ProfilerStep", "nccl:", "## "))
+        if e.device_type == DeviceType.CUDA and e.name not in ranges
     )
     kinds: dict[str, float] = dict.fromkeys([*KERNELS, "pointwise and other"], 0.0)
     names: dict[str, float] = collections.defaultdict(float)
