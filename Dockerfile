@@ -24,21 +24,24 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends build-essential git ninja-build python3-dev \
     && rm -rf /var/lib/apt/lists/*
 
-# TransformerEngine takes cuDNN from these paths. The base holds two: the system's, and the one that torch was built with
-# and loads; TransformerEngine's import fails if it meets the other one. This link is to torch's.
-RUN ln -s "$(python3 -c 'import nvidia.cudnn; print(list(nvidia.cudnn.__path__)[0])')" /opt/cudnn
+# TransformerEngine takes cuDNN from these paths. The base may hold two: the system's, and the one that torch was built with
+# and loads; TransformerEngine's import fails if it meets the other one. These links are to torch's, and to torch's NCCL.
+RUN for part in cudnn nccl; do \
+        ln -s "$(python3 -c "import nvidia.${part} as part; print(list(part.__path__)[0])")" "/opt/${part}" || exit; \
+    done
 ENV CUDNN_HOME=/opt/cudnn \
     CUDNN_PATH=/opt/cudnn \
     LD_LIBRARY_PATH=/opt/cudnn/lib:${LD_LIBRARY_PATH}
 
-# The base's torch stays as it is. TransformerEngine's PyTorch part is compiled against it, with CUDA's and cuDNN's headers
-# from the base, hence without isolation; a wheel that was built elsewhere is not taken.
+# The base's torch stays as it is. TransformerEngine's PyTorch part is compiled against it, with CUDA's headers from the base
+# and cuDNN's and NCCL's from torch's (CPATH: its build has no other way to them, NVIDIA/TransformerEngine#918), hence without
+# isolation; a wheel that was built elsewhere is not taken.
 WORKDIR /workspace
 COPY requirements.txt requirements-gpu.txt ./
 ARG MAX_JOBS=8
 RUN python3 -m pip freeze | grep -E '^(torch|torchvision)==' > /tmp/constraints.txt \
     && python3 -m pip install -c /tmp/constraints.txt -r requirements.txt \
-    && NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS} \
+    && CPATH=/opt/cudnn/include:/opt/nccl/include NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS} \
        python3 -m pip install --no-build-isolation -c /tmp/constraints.txt -r requirements-gpu.txt \
     && rm /tmp/constraints.txt
 

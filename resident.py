@@ -270,7 +270,7 @@ class DeviceAugment:
         self.cfg, self.device, self.num_ops = cfg.data, device, plans.num_ops
         self.size = height, width = pair(cfg.data.image_size)
         self.erases = plans.erase is not None
-        # One graph for every layer of operations.
+        # One graph for every layer of operations, so all that crops and operations give back is contiguous.
         self.layer = torch.compile(self._layer) if cfg.compile else self._layer
         self.crop = torch.compile(self._crop) if cfg.compile else self._crop
         self.ops = [(KINDS.index(kind), getattr(self, f"_{kind}")) for kind in plans.kinds]
@@ -306,7 +306,7 @@ class DeviceAugment:
         columns = _resampling(left, width, images.shape[3], self.size[1], hflip, interpolation)
         rows = _resampling(top, height, images.shape[2], self.size[0], vflip, interpolation)
         images = torch.einsum("bcyx,bjx->bcyj", images.float(), columns).round().clamp(0, 255)
-        return torch.einsum("bcyx,biy->bcix", images, rows).round().clamp(0, 255)
+        return torch.einsum("bcyx,biy->bcix", images, rows).round().clamp(0, 255).contiguous()
 
     def _layer(self, images: torch.Tensor, op: torch.Tensor) -> torch.Tensor:
         """One operation a picture: each kind done to all, and taken where it was drawn."""
@@ -389,7 +389,7 @@ class DeviceAugment:
     def _blur(self, images: torch.Tensor, radius: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         rows, columns = (_blurring(radius.flatten(), spread) for spread in self.spread)
         images = torch.einsum("bcyx,bjx->bcyj", images, columns)
-        return torch.einsum("bcyx,biy->bcix", images, rows).round().clamp(0, 255)
+        return torch.einsum("bcyx,biy->bcix", images, rows).round().clamp(0, 255).contiguous()
 
 
 def _resampling(

@@ -28,6 +28,9 @@ def smooth(n, height=30, width=36, channels=3):
     return (values * 255).to(torch.uint8)
 
 
+ALONE = {"rank": 0, "world_size": 1, "start_step": 0}
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """40 pictures of 36 x 30 pixels, in four classes, without loss."""
@@ -50,7 +53,7 @@ def batches(path, *overrides, **place):
     both = []
     for way in ("true", "false"):
         cfg = config(path, f"data.resident={way}", *overrides)
-        loader, _ = build_loaders(cfg, **{"rank": 0, "world_size": 1, "start_step": 0} | place)
+        loader, _ = build_loaders(cfg, **ALONE | place)
         images, labels = zip(*loader, strict=True)
         both.append((torch.cat(images).cpu(), torch.cat(labels)))
     return both
@@ -162,19 +165,28 @@ def test_neither_ranks_nor_workers_nor_a_resume_change_an_image(small):
     assert torch.equal(whole[0][64:], later[0])
 
 
+@pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "3a"])
+def test_every_layer_of_operations_meets_the_same_layout(small, policy):
+    """Crops and results of operations have one: compiled, that is one graph."""
+    loader, _ = build_loaders(config(small, "data.resident=true", f"data.auto_augment={policy}"), **ALONE)
+    layouts = []
+    layer = loader.augment.layer
+    loader.augment.layer = lambda images, op: layouts.append(images.stride()) or layer(images, op)
+    next(iter(loader))
+    assert len(layouts) >= 2
+    assert len(set(layouts)) == 1
+
+
 def test_processes_that_read_the_pictures_end_with_it(small):
-    loader, _ = build_loaders(
-        config(small, "data.resident=true", "data.num_workers=2"), rank=0, world_size=1, start_step=0
-    )
+    loader, _ = build_loaders(config(small, "data.resident=true", "data.num_workers=2"), **ALONE)
     batches = iter(loader)
     next(batches)
     assert len(multiprocessing.active_children()) == 2  # those that draw
 
 
 def test_validation_reads_once_and_gives_what_the_loader_gives(small):
-    place = {"rank": 0, "world_size": 1, "start_step": 0}
-    _, plain = build_loaders(config(small), **place)
-    _, kept = build_loaders(config(small, "data.resident=true", "data.num_workers=2"), **place)
+    _, plain = build_loaders(config(small), **ALONE)
+    _, kept = build_loaders(config(small, "data.resident=true", "data.num_workers=2"), **ALONE)
     partly = iter(kept)
     next(partly)  # broken off
     del partly
