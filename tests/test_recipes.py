@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT, TINY, read_metrics, run_tasks, started_once
 
 SECOND = {  # configs that begin with what another one left
+    "cifar10_vit_48": "cifar10_vit",
     "deit3_b16_224": "deit3_b16",
     "deit3_l16_224": "deit3_l16",
     "deit3_h14_224": "deit3_h14",
