@@ -519,6 +519,17 @@ def test_the_doctor_finds_two_cudnns(tmp_path):
     assert row.state == "ok"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no GPU")
+def test_the_doctor_has_transformer_engine_imported_without_a_gpu(monkeypatch):
+    """In the image on a machine without one: its questions to the card would raise."""
+    import te
+
+    monkeypatch.setattr(tool("doctor"), "_installed", lambda: {"transformer_engine": "2.20.2"})
+    monkeypatch.setattr(te, "transformer_engine", object)
+    (row,) = tool("doctor").check_transformer_engine()
+    assert "without a GPU" in row.found
+
+
 def test_the_doctor_tells_nodes_apart(monkeypatch):
     doctor = tool("doctor")
     same, there = doctor.Row("Python", "ok", "3.12"), doctor.Row("GPU 0", "BROKEN", "off the bus", "dmesg")

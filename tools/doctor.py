@@ -172,6 +172,8 @@ def check_transformer_engine() -> Iterator[Row]:
     """Its import, which fails where its libraries do not fit, and the FP8 recipes of this card."""
     from schema import ConfigError
 
+    import torch
+
     import te
 
     if not any(name.startswith("transformer_engine") for name in _installed()):
@@ -181,6 +183,9 @@ def check_transformer_engine() -> Iterator[Row]:
     except ConfigError as error:
         text = str(error).removeprefix("model.transformer_engine=true, but ")
         yield Row("TransformerEngine", BROKEN, text, "see the row of cuDNN; else build it again for this torch")
+        return
+    if not torch.cuda.is_available():
+        yield Row("TransformerEngine", NOTE, "imports; without a GPU it cannot say which FP8 recipes there are")
         return
     can, cannot = [], []
     for name in ("is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available"):
