@@ -3,7 +3,6 @@
 import schema  # noqa: F401  (before torch)
 
 import functools
-import importlib.util
 import json
 import logging
 import os
@@ -172,15 +171,6 @@ def run_tasks(tasks, *, nproc, folder, timeout=300, strict=True):
         errors = [rank["error"] for rank in outcomes[task["name"]] if "error" in rank]
         assert task.get("may_fail") or not errors or not strict, f"{task['name']}: {errors}"
     return outcomes
-
-
-def tool(name):
-    """A script of tools/ as a module."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 def read_metrics(output_dir):

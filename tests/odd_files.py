@@ -14,7 +14,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import schema  # noqa: E402
 
 import benchmark  # noqa: E402
-
 import decode  # noqa: E402
 import imagenet_dataset  # noqa: E402
 

@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from conftest import tool
 from torch.autograd import DeviceType
+
+import benchmark
 
 RUN = """
 import json, signal, sys, time
@@ -34,7 +35,6 @@ RUNS = {
 @pytest.mark.slow
 def test_a_run_past_its_timeout_is_stopped_and_counts(monkeypatch, tmp_path):
     """Real signals through torchrun, to scripts that end as a run may."""
-    benchmark = tool("benchmark")
     monkeypatch.setattr(benchmark, "ROOT", tmp_path)
     args = argparse.Namespace(nproc=1, overrides=[], timeout=25)
 
@@ -64,7 +64,7 @@ def test_a_profile_counts_kernels_and_not_the_ranges_around_them():
         event(DeviceType.CUDA, "ncclDevKernel_AllReduce", 2_000, 5_000),
         event(DeviceType.CUDA, "multi_tensor_apply_kernel", 8_000, 11_000),
     ]
-    got = tool("benchmark").summarise(events, steps=2)
+    got = benchmark.summarise(events, steps=2)
     assert got["step_ms"] == 5
     assert got["gpu_idle_ms"] == 1.5
     assert got["communication_not_hidden_ms"] == 1

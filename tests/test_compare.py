@@ -6,7 +6,6 @@ References: optim.lr_at, trainer.loss_of, and the entrypoints' own loaders.
 import schema
 
 import json
-import sys
 import types
 
 import numpy as np
@@ -14,16 +13,14 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, make_pictures
+from conftest import TINY, make_pictures
 from PIL import Image
 
+import compare
 import imagenet_dataset
 import trainer
 import vit
 from optim import lr_at, param_groups
-
-sys.path.insert(0, str(ROOT / "tools"))
-import compare
 
 # Of a square picture, all of it.
 PLAIN = ["data.crop_scale=[1,1]", "data.crop_ratio=[1,1]", "data.hflip=0", "data.decoder=pillow"]

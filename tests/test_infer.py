@@ -7,7 +7,6 @@ import schema
 
 import json
 import shutil
-import sys
 
 import pytest
 import timm
@@ -15,10 +14,8 @@ import torch
 from conftest import ROOT, TINY, launch, read_metrics
 from PIL import Image
 
-import infer
-
-sys.path.insert(0, str(ROOT / "tools"))
 import evaluate
+import infer
 
 
 @pytest.fixture(scope="module")

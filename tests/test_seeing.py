@@ -25,14 +25,16 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, TINY, column, read_metrics, run_tasks, tool
+from conftest import ROOT, TINY, column, read_metrics, run_tasks
 from packaging.requirements import Requirement
 from PIL import Image
 
 import distributed
+import doctor
 import imagenet_dataset
 import metrics
 import profiling
+import report
 import shared_memory
 from distributed import Session
 
@@ -336,7 +338,7 @@ def test_small_shared_memory_is_warned_of(monkeypatch, caplog, tmp_path, free, w
     if warns:
         for fragment in ("/dev/shm has 64 MiB free", f"{needed / 2**20:.0f} MiB", "--shm-size", "data.num_workers=8"):
             assert fragment in texts[0]
-    rows = list(tool("doctor").check_shared_memory(cfg, 2, 2))
+    rows = list(doctor.check_shared_memory(cfg, 2, 2))
     assert [row.state for row in rows] == ["warn" if warns else "ok"]
     assert ("--shm-size" in rows[0].remedy) == warns
 
@@ -401,7 +403,7 @@ def test_a_profile_that_cannot_be_is_refused(monkeypatch, overrides, fragments):
 
 
 @pytest.fixture(scope="module")
-def report(runs, tmp_path_factory):
+def reported(runs, tmp_path_factory):
     """A function: runs' folders -> (table as a list of rows, picture)."""
     _, folder = runs
 
@@ -411,7 +413,7 @@ def report(runs, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as shown:
             arguments = [str(folder / name) for name in names] + ["--output", str(output)]
             patch.setattr(sys, "argv", ["report.py", *arguments])
-            tool("report").main()
+            report.main()
         text = output.with_suffix(".md").read_text()
         assert shown.getvalue() == text
         table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
@@ -420,9 +422,9 @@ def report(runs, tmp_path_factory):
     return make
 
 
-def test_a_report_has_a_table_and_a_picture(report, runs):
+def test_a_report_has_a_table_and_a_picture(reported, runs):
     _, folder = runs
-    table, picture = report("board", "quiet")
+    table, picture = reported("board", "quiet")
     assert table[0] == ["", "board", "quiet"]
     facts = {row[0]: row[1:] for row in table}
     rows = read_metrics(folder / "board")
@@ -445,16 +447,16 @@ def test_a_report_takes_the_later_line_and_leaves_a_torn_one(tmp_path):
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 5, "tra')
     (run / "status.json").write_text('{"state": "running", "step": 4, "time": ""}')
     (run / "config.yaml").write_text("global_batch_size: 8\n")
-    read = tool("report").read(run)
+    read = report.read(run)
     assert read.curve("train/loss") == ([1, 2, 3, 4], [5, 4, 3, 2])
-    assert "| state | running, step 4 |" in tool("report").table([read])  # of a config that says little, too
-    tool("report").draw([read], tmp_path / "picture.png")
+    assert "| state | running, step 4 |" in report.table([read])  # of a config that says little, too
+    report.draw([read], tmp_path / "picture.png")
 
 
 def test_a_report_of_no_run_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path)])
     with pytest.raises(SystemExit) as caught:
-        tool("report").main()
+        report.main()
     assert caught.value.code == f"error: {tmp_path} is no run's folder: metrics.jsonl is missing"
 
 
@@ -479,7 +481,7 @@ def test_the_doctor_alone_exits_with_1_if_something_is_broken(monkeypatch, capsy
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("COLUMNS", "200")
-    assert tool("doctor").main([f"data.path={tmp_path}", f"output_dir={tmp_path}"]) == 1
+    assert doctor.main([f"data.path={tmp_path}", f"output_dir={tmp_path}"]) == 1
     shown = capsys.readouterr().out
     problem = rf"^data +BROKEN +data.path={tmp_path}: there is no folder .*\n( +.*\n)? +-> "
     assert re.search(problem, shown, re.MULTILINE)
@@ -491,7 +493,7 @@ def test_the_doctor_alone_exits_with_1_if_something_is_broken(monkeypatch, capsy
 def test_the_doctor_compares_versions(tmp_path):
     (tmp_path / "requirements.txt").write_text("torch>=99\nnumpy>=1\nno-such-thing>=1\nabsent>=2  # optional: why\n")
     (tmp_path / "requirements-gpu.txt").write_text("-r requirements.txt\ntransformer-nothing>=2\n")
-    rows = {row.check: row for row in tool("doctor").check_packages(tmp_path)}
+    rows = {row.check: row for row in doctor.check_packages(tmp_path)}
     assert rows["torch"].state == "BROKEN"
     assert rows["torch"].found.endswith(" is installed")
     assert rows["torch"].remedy == "pip install 'torch>=99'"
@@ -507,7 +509,6 @@ def test_the_doctor_finds_two_cudnns(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "torch/lib")  # the same one by another name
     environment = {"LD_LIBRARY_PATH": f"{tmp_path / 'link'}:{tmp_path / 'nowhere'}", "CUDNN_HOME": f"{tmp_path}/home"}
     ldconfig = f"\tlibcudnn.so.9 (libc6,x86-64) => {tmp_path}/system/libcudnn.so.9\n\tlibc.so.6 => /lib/libc.so.6\n"
-    doctor = tool("doctor")
     found = doctor.find_cudnn(environment, ldconfig, [tmp_path / "torch/lib"])
     assert [file.parent.relative_to(tmp_path).as_posix() for file in found] == ["torch/lib", "home/lib64", "system"]
     versions = {"torch/lib": "9.19.0", "system": "9.14.0", "home/lib64": "9.19.0"}
@@ -524,14 +525,13 @@ def test_the_doctor_has_transformer_engine_imported_without_a_gpu(monkeypatch):
     """In the image on a machine without one: its questions to the card would raise."""
     import te
 
-    monkeypatch.setattr(tool("doctor"), "_installed", lambda: {"transformer_engine": "2.20.2"})
+    monkeypatch.setattr(doctor, "_installed", lambda: {"transformer_engine": "2.20.2"})
     monkeypatch.setattr(te, "transformer_engine", object)
-    (row,) = tool("doctor").check_transformer_engine()
+    (row,) = doctor.check_transformer_engine()
     assert "without a GPU" in row.found
 
 
 def test_the_doctor_tells_nodes_apart(monkeypatch):
-    doctor = tool("doctor")
     same, there = doctor.Row("Python", "ok", "3.12"), doctor.Row("GPU 0", "BROKEN", "off the bus", "dmesg")
     versions = [doctor.Row("packages", "ok", text) for text in ("torch 2.11", "torch 2.14")]
     everyone = [("a", [same, versions[0]]), ("a", [same]), ("b", [same, there, versions[1]])]

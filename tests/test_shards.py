@@ -34,11 +34,9 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets import imagenet as torchvision_imagenet
 
 import imagenet_dataset
-import shards
-
-sys.path.append(str(ROOT / "tools"))
 import make_shards
 import prepare_imagenet
+import shards
 
 FORK = multiprocessing.get_context("fork")
 pytestmark = [

@@ -36,7 +36,6 @@ from typing import Any
 import timm.utils
 import torch
 import torch.nn.functional as F
-from benchmark import config_name_and_overrides, write
 from timm.data import ImageDataset, Mixup, auto_augment, create_loader
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.models.vision_transformer import VisionTransformer
@@ -48,6 +47,7 @@ import augment
 import distributed
 import imagenet_dataset
 import vit
+from benchmark import config_name_and_overrides, write
 from weights import OURS_ALONE
 
 # What this loop can honour one value of.

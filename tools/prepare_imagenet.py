@@ -33,10 +33,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import make_shards
 import numpy as np
 from timm.data import ImageNetInfo
 from tqdm import tqdm
+
+import make_shards
 
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
 WNIDS = tuple(sorted(ImageNetInfo().label_names()))
