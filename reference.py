@@ -33,6 +33,7 @@ class TimmViT(timm.models.vision_transformer.VisionTransformer):
         self.scaling: dict[str, torch.Tensor] = {}  # of FP8, which it does not have
         self.head.init_bias = cfg.init_head_bias
         self.pos_embed.requires_grad_(cfg.pos_embed == "learn")
+        vit.set_fused_attn(self, cfg)
         vit.freeze(self, cfg)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
@@ -66,6 +67,7 @@ class HuggingFaceViT(nn.Module):
             layer_norm_eps=cfg.norm_eps,
             qkv_bias=cfg.qkv_bias,
             num_labels=cfg.num_classes,
+            attn_implementation="sdpa" if cfg.fused_attn else "eager",
         )
         with torch.random.fork_rng(devices=[]):  # it draws weights, of which none stays
             self.hugging_face = transformers.ViTForImageClassification(config)

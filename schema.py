@@ -165,6 +165,7 @@ class ModelConfig:
     freeze: Literal["backbone", "patch_embed"] | None
     act_layer: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
     norm_eps: PositiveFloat
+    fused_attn: bool
     transformer_engine: bool
     implementation: Literal["ours", "timm", "hf"]
 
@@ -202,6 +203,11 @@ class ModelConfig:
             raise ConfigError(
                 "model.act_layer=gelu with model.transformer_engine=true: TransformerEngine's GELU is the tanh form; "
                 "set model.act_layer=gelu_tanh"
+            )
+        if self.transformer_engine and not self.fused_attn:
+            raise ConfigError(
+                "model.fused_attn=false with model.transformer_engine=true, whose attention is always fused: "
+                "set model.fused_attn=true"
             )
 
 

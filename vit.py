@@ -267,6 +267,7 @@ class VisionTransformer(nn.Module):
         self.pre_logits = nn.Sequential(collections.OrderedDict(layers)) if layers else nn.Identity()
         self.head = nn.Linear(size or width, cfg.num_classes)
         self.head.init_bias = cfg.init_head_bias
+        set_fused_attn(self, cfg)
         freeze(self, cfg)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
@@ -382,6 +383,13 @@ def freeze(model: nn.Module, cfg: ModelConfig) -> None:
         is_head = name.startswith(("head.", "pre_logits."))
         if (cfg.freeze == "backbone" and not is_head) or (cfg.freeze == "patch_embed" and name.startswith(cfg.freeze)):
             parameter.requires_grad_(False)
+
+
+def set_fused_attn(model: nn.Module, cfg: ModelConfig) -> None:
+    """Have timm's attention, the pool's too, use torch's fused function or not; timm itself asks the environment."""
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = cfg.fused_attn
 
 
 def sincos_positions(cfg: ModelConfig) -> torch.Tensor:

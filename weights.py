@@ -51,7 +51,7 @@ HIDDEN = ("pre_logits.fc.weight", "pre_logits.fc.bias")  # of a head with model.
 
 # Arguments of the model that timm lacks, or means otherwise; num_classes has a place of its own in timm's files.
 OURS_ALONE = {"norm_eps", "transformer_engine", "drop_path_schedule", "pos_embed", "representation_size"}
-OURS_ALONE |= {"init_head_bias", "freeze", "implementation", "num_classes"}
+OURS_ALONE |= {"init_head_bias", "freeze", "fused_attn", "implementation", "num_classes"}
 
 # A layer in timm -> the same in Hugging Face's ViT. The first name is transformers 4's, which 5 writes to files, too;
 # the second one is that of transformers 5's modules. q, k and v are the thirds of timm's attn.qkv.

@@ -249,6 +249,12 @@ def test_norms_have_the_configs_epsilon():
     assert {module.eps for module in model.modules() if isinstance(module, torch.nn.LayerNorm)} == {1e-3}
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_attention_is_fused_if_the_config_says_so(is_fused):
+    model = compare.build_model(schema.load_config("L0_sanity", [*TINY, f"model.fused_attn={str(is_fused).lower()}"]))
+    assert {module.fused_attn for module in model.modules() if hasattr(module, "fused_attn")} == {is_fused}
+
+
 def test_evaluation_may_be_off(run):
     results = run("evaluation.every_n_steps=null", "num_train_steps=2")["results"]
     assert results["validation"] == []

@@ -283,6 +283,12 @@ REFUSED = {
     "two image sizes": ("data.image_size=32", "data.image_size=32", "model.img_size=28", "set model.img_size only"),
     "both lengths": ("num_epochs=3", "num_epochs=3", "num_train_steps=666", "exactly one", "null"),
     "no length": ("num_train_steps=null", "num_train_steps=", "num_epochs=", "exactly one"),
+    "attention that is always fused": (
+        "model.transformer_engine=true model.act_layer=gelu_tanh precision=bf16 model.fused_attn=false",
+        "model.fused_attn=false",
+        "model.transformer_engine=true",
+        "set model.fused_attn=true",
+    ),
     "pool without its token": ("model.global_pool=token", "model.global_pool=token", "model.class_token=true"),
     "means": ("data.mean=[0.1,0.2]", "data.mean=[0.1, 0.2]", "2 values", "model.in_chans=1", "one value"),
     "deviations": ("data.std=[1,1,1]", "data.std=", "3 values", "model.in_chans=1"),

@@ -12,6 +12,7 @@ from dataclasses import fields
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from conftest import assert_same
 from timm.layers import calculate_drop_path_rates, lecun_normal_
 from timm.models.vision_transformer import VisionTransformer as TimmViT
@@ -19,7 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import optim
-from vit import VisionTransformer, prepare_blocks
+from vit import VisionTransformer, build_model, prepare_blocks
 
 SMALL = (
     "img_size=32 patch_size=16 in_chans=3 embed_dim=48 depth=2 num_heads=3 num_classes=7 "
@@ -29,7 +30,7 @@ ALL_TOKENS = "global_pool=map reg_tokens=4 qk_norm=true init_values=0.1 pre_norm
 DROPOUT = "drop_rate=0.2 pos_drop_rate=0.2 proj_drop_rate=0.2 attn_drop_rate=0.2 drop_path_rate=0.5"
 # Arguments that timm does not have.
 OURS_ALONE = {"norm_eps", "transformer_engine", "drop_path_schedule", "pos_embed", "representation_size"}
-OURS_ALONE |= {"init_head_bias", "freeze", "implementation"}
+OURS_ALONE |= {"init_head_bias", "freeze", "fused_attn", "implementation"}
 POOLS = ("token", "avg", "map")
 # pool x class token x register tokens; the class token cannot be pooled where there is none
 TOKENS = [
@@ -179,6 +180,32 @@ def test_random_numbers_of_training_are_timms(monkeypatch, overrides):
     calm = ours.eval()(x)
     assert (calm - trained["logits"]).abs().max() > 1e-3
     torch.testing.assert_close(calm, theirs.eval()(x), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "overrides", "calls"),
+    [
+        ("ours", "", 2),
+        ("ours", ALL_TOKENS, 3),  # one a block and the pool's
+        ("timm", "", 2),
+        ("timm", ALL_TOKENS, 3),
+        ("hf", "", 2),
+    ],
+)
+def test_attention_is_fused_or_not_and_the_same(monkeypatch, implementation, overrides, calls):
+    called, results = [], {}
+    fused = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *args, **more: called.append(1) or fused(*args, **more)
+    )
+    for is_fused in ("true", "false"):
+        cfg = small(f"{overrides} implementation={implementation} fused_attn={is_fused}")
+        model = build_model(cfg, load().fp8_config)
+        randomize(model)
+        called.clear()
+        results[is_fused] = outputs_and_gradients(model, images(cfg))
+        assert len(called) == (calls if is_fused == "true" else 0)
+    assert_close(results["false"], results["true"])
 
 
 @pytest.mark.parametrize(("schedule", "rates"), [("linear", (0.0, 0.3, 0.6)), ("constant", (0.6, 0.6, 0.6))])

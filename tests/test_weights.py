@@ -36,7 +36,7 @@ CLASSES = [f"class_{letter}" for letter in "abcdefg"]
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 # Arguments that timm does not have.
 OURS_ALONE = {"norm_eps", "transformer_engine", "drop_path_schedule", "pos_embed", "representation_size"}
-OURS_ALONE |= {"init_head_bias", "freeze", "implementation"}
+OURS_ALONE |= {"init_head_bias", "freeze", "fused_attn", "implementation"}
 TOKENS = {  # options, and the rows of pos_embed that belong to tokens
     "class": ("", 1),
     "class, 4 registers": ("reg_tokens=4", 5),

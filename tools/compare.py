@@ -91,6 +91,7 @@ def build_model(cfg: Config) -> VisionTransformer:
     names = {field.name for field in dataclasses.fields(cfg.model)} - OURS_ALONE | {"num_classes"}
     norm_layer = functools.partial(nn.LayerNorm, eps=cfg.model.norm_eps)
     model = VisionTransformer(**{name: getattr(cfg.model, name) for name in names}, norm_layer=norm_layer)
+    vit.set_fused_attn(model, cfg.model)
     if cfg.model.pos_embed == "sincos":  # which timm has not
         model.pos_embed = nn.Parameter(vit.sincos_positions(cfg.model), requires_grad=False)
     return model
