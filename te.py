@@ -187,6 +187,13 @@ def log_attention_backend() -> None:
     logger.addFilter(_once())
 
 
+def log_attention_by_torch(tokens: int) -> None:
+    """Say, once and where TransformerEngine would, that torch's attention stands in for its own."""
+    logging.getLogger("DotProductAttention").info(
+        "Running with torch's attention for %d tokens (vit.TEAttention)", tokens
+    )
+
+
 def _once() -> Callable[[logging.LogRecord], bool]:
     seen = set()
 

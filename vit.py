@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from timm.layers import (
     AttentionPoolLatent,
     Mlp,
@@ -144,6 +145,7 @@ class TEAttention(nn.Module):
             qkv_format="bshd",
             attn_mask_type="no_mask",
         )
+        self.attn_drop_rate = cfg.attn_drop_rate
         self.proj = engine.Linear(width, width, bias=cfg.proj_bias, device=device)
         self.proj_drop = nn.Dropout(cfg.proj_drop_rate)
 
@@ -153,8 +155,19 @@ class TEAttention(nn.Module):
         qkv = on_rows(self.qkv, x, **options).unflatten(-1, (3 * self.num_heads, -1))  # B N 3D -> B N 3H K
         q, k, v = te.split_heads(qkv, self.num_heads)  # B N H K
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast norms in FP32
-        x = self.core(q, k, v)
-        return self.proj_drop(on_rows(self.proj, x, **options))
+        return self.proj_drop(on_rows(self.proj, self.attend(q, k, v), **options))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values (B, N, H, K) -> (B, N, D)."""
+        if q.shape[1] % 128 != 64:
+            return self.core(q, k, v)
+        # By torch, whose cuDNN attention distributed.set_kernels turns off: TransformerEngine's is cuDNN's, with NaN
+        # gradients for 64, 192, 576, ... tokens whose logits are all far below zero. H100, TransformerEngine 2.20, cuDNN
+        # 9.19: benchmarks/attention_nan_te_h100x1.log; https://github.com/pytorch/pytorch/issues/196678.
+        te.log_attention_by_torch(q.shape[1])
+        dropout = self.attn_drop_rate if self.training else 0.0
+        x = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), dropout_p=dropout)  # B H N K
+        return x.transpose(1, 2).flatten(2)
 
 
 class TEDropoutMlp(nn.Module):
