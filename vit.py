@@ -162,8 +162,8 @@ class TEAttention(nn.Module):
         if q.shape[1] % 128 != 64:
             return self.core(q, k, v)
         # By torch, whose cuDNN attention distributed.set_kernels turns off: TransformerEngine's is cuDNN's, with NaN
-        # gradients for 64, 192, 576, ... tokens whose logits are all far below zero. H100, TransformerEngine 2.20, cuDNN
-        # 9.19: benchmarks/attention_nan_te_h100x1.log; https://github.com/pytorch/pytorch/issues/196678.
+        # gradients for 64, 192, 576, ... tokens whose logits are all far below zero (H100, TransformerEngine 2.20,
+        # cuDNN 9.19: benchmarks/attention_nan_te_h100x1.log; https://github.com/pytorch/pytorch/issues/196678).
         te.log_attention_by_torch(q.shape[1])
         dropout = self.attn_drop_rate if self.training else 0.0
         x = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), dropout_p=dropout)  # B H N K

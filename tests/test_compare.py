@@ -249,6 +249,18 @@ def test_norms_have_the_configs_epsilon():
     assert {module.eps for module in model.modules() if isinstance(module, torch.nn.LayerNorm)} == {1e-3}
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_device_that_lags_behind_sees_every_batch_whole(tiny):
+    cfg = schema.load_config("L0_sanity", [*tiny, "global_batch_size=2"], script="compare")
+    expected = torch.cat([images for images, _ in compare.build_loader(cfg, "val", torch.device("cpu"))])
+    found, device = [], torch.device("cuda")
+    for images, _ in compare.batches(compare.build_loader(cfg, "val", device), device):
+        torch.cuda._sleep(100_000_000)  # cycles: a twentieth of a second, in which the host reads several batches
+        found.append(images.clone())
+    torch.testing.assert_close(torch.cat(found).cpu(), expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_attention_is_fused_if_the_config_says_so(is_fused):
     model = compare.build_model(schema.load_config("L0_sanity", [*TINY, f"model.fused_attn={str(is_fused).lower()}"]))

@@ -30,7 +30,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import timm.utils
@@ -186,13 +186,27 @@ def build_scheduler(optimizer: torch.optim.Optimizer, cfg: Config) -> CosineLRSc
     return CosineLRScheduler(optimizer, t_initial=length, lr_min=schedule.min_lr, t_in_epochs=False, **warmup)
 
 
+def batches(loader: Any, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What timm's loader gives, safe from its next batches.
+
+    It copies and normalizes them on a stream of its own and does not tell the allocator that ours reads them: the
+    memory of a batch that this loop has let go of, but whose kernels still wait, goes to the next batch but one (timm
+    1.0.29 and 1.0.31, PrefetchLoader). timm's validate.py reads the loss of each batch, and so waits.
+    """
+    for images, labels in loader:
+        if device.type == "cuda":
+            for tensor in (images, labels):
+                tensor.record_stream(torch.cuda.current_stream(device))
+        yield images, labels
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: Any, autocast: Callable, device: torch.device) -> dict[str, float | int]:
     """Loss and accuracy over the whole validation set."""
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1 hits, top-5 hits, images
     is_training = model.training
     model.eval()
-    for images, labels in loader:
+    for images, labels in batches(loader, device):
         with autocast():
             logits = model(images).float()
         hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]  # B 5
@@ -227,13 +241,13 @@ def train(cfg: Config) -> dict[str, Any]:
     train_loader, val_loader = (build_loader(cfg, split, device) for split in ("train", "val"))
     mixup, loss_of = build_loss(cfg)
     total_steps, every = imagenet_dataset.num_train_steps(cfg), cfg.evaluation.every_n_steps
-    epochs = itertools.repeat(train_loader)
+    stream = itertools.chain.from_iterable(batches(train_loader, device) for _ in itertools.repeat(None))
 
     losses, speeds, validation = {}, [], []
     start = interval_start = time.perf_counter()
     interval_steps = 0
     model.train()
-    for step, (images, labels) in enumerate(itertools.islice(itertools.chain.from_iterable(epochs), total_steps), 1):
+    for step, (images, labels) in enumerate(itertools.islice(stream, total_steps), 1):
         if mixup:
             images, labels = mixup(images, labels)
         with autocast():
