@@ -334,7 +334,7 @@ def test_starts_are_distributed_as_timms(starts):
         if theirs.min() == theirs.max():  # norms, biases, layer scale
             assert torch.equal(ours, theirs), name
             continue
-        # One value in ten million of timm 1.0.31's trunc_normal_ is -2, a hundred deviations out; torch's own has none.
+        # One value in twenty million of timm's trunc_normal_ is -2, a hundred deviations out (vit._initialize).
         theirs = theirs[theirs.abs() < 1]
         n, std = ours.numel(), theirs.std()
         assert ours.abs().max() < 7 * std, name
