@@ -17,17 +17,15 @@ from torch import nn
 
 import vit
 from distributed import local_slice, to_local
-from weights import HUGGING_FACE_ACTIVATIONS, HUGGING_FACE_LIMITS, OURS_ALONE
+from weights import HUGGING_FACE_ACTIVATIONS, HUGGING_FACE_LIMITS, timm_arguments
 
 
 class TimmViT(timm.models.vision_transformer.VisionTransformer):
     """timm's model, with what the entrypoints ask of one: see `vit.VisionTransformer`, whose methods these are."""
 
     def __init__(self, cfg: ModelConfig) -> None:
-        arguments = {
-            field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg) if field.name not in OURS_ALONE
-        }
         norm_layer = functools.partial(nn.LayerNorm, eps=cfg.norm_eps)
+        arguments = timm_arguments(vars(cfg))
         super().__init__(**arguments, num_classes=cfg.num_classes, norm_layer=norm_layer, weight_init="skip")
         self.cfg = cfg
         self.scaling: dict[str, torch.Tensor] = {}  # of FP8, which it does not have

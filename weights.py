@@ -537,6 +537,11 @@ def export_timm(step_folder: Path, target: Path, *, raw: bool = False) -> str:
     return kind
 
 
+def timm_arguments(model: dict[str, Any]) -> dict[str, Any]:
+    """Those of a config's model keys that timm's VisionTransformer takes, but num_classes."""
+    return {key: value for key, value in model.items() if key not in OURS_ALONE}
+
+
 def _timm_config(state: dict[str, Any]) -> dict[str, Any]:
     """What timm's `local-dir:` loader reads: architecture, the arguments that differ, and the evaluation's settings."""
     model, data = state["model"], state["data"]
@@ -545,7 +550,7 @@ def _timm_config(state: dict[str, Any]) -> dict[str, Any]:
         "num_classes": model["num_classes"],
         "num_features": model["embed_dim"],
         "global_pool": model["global_pool"],
-        "model_args": {key: value for key, value in model.items() if key not in OURS_ALONE},
+        "model_args": timm_arguments(model),
         "pretrained_cfg": {
             "input_size": [model["in_chans"], *pair(model["img_size"])],
             "num_classes": model["num_classes"],

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from dataclasses import fields
 
 import pytest
 import timm
@@ -21,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import optim
 from vit import VisionTransformer, build_model, prepare_blocks
+from weights import timm_arguments
 
 SMALL = (
     "img_size=32 patch_size=16 in_chans=3 embed_dim=48 depth=2 num_heads=3 num_classes=7 "
@@ -28,9 +28,6 @@ SMALL = (
 )
 ALL_TOKENS = "global_pool=map reg_tokens=4 qk_norm=true init_values=0.1 pre_norm=true fc_norm=true"
 DROPOUT = "drop_rate=0.2 pos_drop_rate=0.2 proj_drop_rate=0.2 attn_drop_rate=0.2 drop_path_rate=0.5"
-# Arguments that timm does not have.
-OURS_ALONE = {"norm_eps", "transformer_engine", "drop_path_schedule", "pos_embed", "representation_size"}
-OURS_ALONE |= {"init_head_bias", "freeze", "fused_attn", "implementation"}
 POOLS = ("token", "avg", "map")
 # pool x class token x register tokens; the class token cannot be pooled where there is none
 TOKENS = [
@@ -68,7 +65,7 @@ def small(overrides=""):
 
 def timm_twin(cfg, **more):
     """timm's model with the same arguments."""
-    return TimmViT(**{f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in OURS_ALONE}, **more)
+    return TimmViT(**timm_arguments(vars(cfg)), num_classes=cfg.num_classes, **more)
 
 
 @torch.no_grad()

@@ -34,9 +34,6 @@ SMALL = (
 )
 CLASSES = [f"class_{letter}" for letter in "abcdefg"]
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-# Arguments that timm does not have.
-OURS_ALONE = {"norm_eps", "transformer_engine", "drop_path_schedule", "pos_embed", "representation_size"}
-OURS_ALONE |= {"init_head_bias", "freeze", "fused_attn", "implementation"}
 TOKENS = {  # options, and the rows of pos_embed that belong to tokens
     "class": ("", 1),
     "class, 4 registers": ("reg_tokens=4", 5),
@@ -93,7 +90,7 @@ def ours(cfg, seed=0):
 
 def timms(cfg, seed=0):
     """timm's model of the same arguments."""
-    return drawn(TimmViT(**{f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name not in OURS_ALONE}), seed)
+    return drawn(TimmViT(**weights.timm_arguments(vars(cfg)), num_classes=cfg.num_classes), seed)
 
 
 def shapes(cfg):

@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import schema
 from schema import Config, ConfigError, RunError, pair
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -30,7 +29,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import timm.utils
@@ -48,7 +47,7 @@ import distributed
 import imagenet_dataset
 import vit
 from benchmark import config_name_and_overrides, write
-from weights import OURS_ALONE
+from weights import timm_arguments
 
 # What this loop can honour one value of.
 ONLY = """
@@ -88,9 +87,9 @@ def check(cfg: Config) -> None:
 
 def build_model(cfg: Config) -> VisionTransformer:
     """The model, with timm's first weights; fixed positions, if it has them, are the entrypoints'."""
-    names = {field.name for field in dataclasses.fields(cfg.model)} - OURS_ALONE | {"num_classes"}
     norm_layer = functools.partial(nn.LayerNorm, eps=cfg.model.norm_eps)
-    model = VisionTransformer(**{name: getattr(cfg.model, name) for name in names}, norm_layer=norm_layer)
+    arguments = timm_arguments(vars(cfg.model))
+    model = VisionTransformer(**arguments, num_classes=cfg.model.num_classes, norm_layer=norm_layer)
     vit.set_fused_attn(model, cfg.model)
     if cfg.model.pos_embed == "sincos":  # which timm has not
         model.pos_embed = nn.Parameter(vit.sincos_positions(cfg.model), requires_grad=False)
@@ -186,14 +185,14 @@ def build_scheduler(optimizer: torch.optim.Optimizer, cfg: Config) -> CosineLRSc
     return CosineLRScheduler(optimizer, t_initial=length, lr_min=schedule.min_lr, t_in_epochs=False, **warmup)
 
 
-def batches(loader: Any, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(loaded: Iterable, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """What timm's loader gives, safe from its next batches.
 
-    It copies and normalizes them on a stream of its own and does not tell the allocator that ours reads them: the
-    memory of a batch that this loop has let go of, but whose kernels still wait, goes to the next batch but one (timm
-    1.0.29 and 1.0.31, PrefetchLoader). timm's validate.py reads the loss of each batch, and so waits.
+    Its PrefetchLoader (timm 1.0.29 and 1.0.31) copies and normalizes them on a stream of its own and does not tell the
+    allocator that ours reads them: the memory of a batch that this loop has let go of, but whose kernels still wait,
+    goes to the next batch but one. timm's validate.py reads the loss of each batch, and so waits.
     """
-    for images, labels in loader:
+    for images, labels in loaded:
         if device.type == "cuda":
             for tensor in (images, labels):
                 tensor.record_stream(torch.cuda.current_stream(device))
@@ -241,13 +240,13 @@ def train(cfg: Config) -> dict[str, Any]:
     train_loader, val_loader = (build_loader(cfg, split, device) for split in ("train", "val"))
     mixup, loss_of = build_loss(cfg)
     total_steps, every = imagenet_dataset.num_train_steps(cfg), cfg.evaluation.every_n_steps
-    stream = itertools.chain.from_iterable(batches(train_loader, device) for _ in itertools.repeat(None))
+    epochs = itertools.chain.from_iterable(itertools.repeat(train_loader))
 
     losses, speeds, validation = {}, [], []
     start = interval_start = time.perf_counter()
     interval_steps = 0
     model.train()
-    for step, (images, labels) in enumerate(itertools.islice(stream, total_steps), 1):
+    for step, (images, labels) in enumerate(itertools.islice(batches(epochs, device), total_steps), 1):
         if mixup:
             images, labels = mixup(images, labels)
         with autocast():
