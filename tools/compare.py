@@ -188,9 +188,10 @@ def build_scheduler(optimizer: torch.optim.Optimizer, cfg: Config) -> CosineLRSc
 def batches(loaded: Iterable, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """What timm's loader gives, safe from its next batches.
 
-    Its PrefetchLoader (timm 1.0.29 and 1.0.31) copies and normalizes them on a stream of its own and does not tell the
+    Before timm 1.0.30 its PrefetchLoader copies and normalizes them on a stream of its own and does not tell the
     allocator that ours reads them: the memory of a batch that this loop has let go of, but whose kernels still wait,
-    goes to the next batch but one. timm's validate.py reads the loss of each batch, and so waits.
+    goes to a later one (huggingface/pytorch-image-models#2784). timm's validate.py reads each batch's loss,
+    and so waits.
     """
     for images, labels in loaded:
         if device.type == "cuda":
