@@ -190,8 +190,7 @@ def batches(loaded: Iterable, device: torch.device) -> Iterator[tuple[torch.Tens
 
     Before timm 1.0.30 its PrefetchLoader copies and normalizes them on a stream of its own and does not tell the
     allocator that ours reads them: the memory of a batch that this loop has let go of, but whose kernels still wait,
-    goes to a later one (huggingface/pytorch-image-models#2784). timm's validate.py reads each batch's loss,
-    and so waits.
+    goes to a later one (huggingface/pytorch-image-models#2784). timm's validate.py reads every loss, and so waits.
     """
     for images, labels in loaded:
         if device.type == "cuda":
