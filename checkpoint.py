@@ -15,8 +15,6 @@ Where a run starts: from the newest checkpoint in ckpt_dir that is whole; withou
 gives weights only; without that, from drawn weights.
 """
 
-from schema import Config, ConfigError, EmaConfig, RunError
-
 import concurrent.futures
 import dataclasses
 import json
@@ -39,12 +37,17 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-import weights
-from distributed import Session, local_slice, set_status, to_local, to_plain, together, write_json
-from ema import Ema
-from imagenet_dataset import sizes
-from vit import timm_name
-from weights import STEP_FOLDER
+from interop import weights_in, weights_out
+from interop.step_weights import DATA_SETTINGS
+from optim import Ema
+from runtime.collectives import from_rank_0, raise_on_all_ranks
+from runtime.files import write_json
+from runtime.parameter_names import timm_name
+from runtime.run_folder import set_status
+from runtime.session import Session
+from runtime.step_folders import STEP_FOLDER, step_folders
+from runtime.tensors import local_slice, to_local
+from schema import Config, ConfigError, EmaConfig, RunError, RunSizes, to_plain
 
 logger = logging.getLogger(__name__)
 # Options of the model that change no weight and no logit in evaluation: a resumed run may change them.
@@ -77,6 +80,7 @@ class TrainState:
                 that keep gathered copies from one to the next.
         """
         self.weights = {timm_name(name): parameter for name, parameter in model.named_parameters()}
+        self.trained = [weight for weight in self.weights.values() if weight.requires_grad]
         self.optimizer = optimizer
         self.scaling = scaling
         self.ema = None if ema.decay is None else Ema(self.weights, ema)
@@ -116,7 +120,7 @@ class Resumed:
     is_unscored: bool = False  # whether the step's evaluation was broken off
 
 
-def restore(state: TrainState, cfg: Config, session: Session) -> Resumed:
+def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -> Resumed:
     """Put `state` where the run goes on from: a checkpoint, `init_from`, or the drawn weights as they are.
 
     All ranks load what rank 0 found. Checks first that checkpoints can be written at all.
@@ -127,18 +131,15 @@ def restore(state: TrainState, cfg: Config, session: Session) -> Resumed:
     """
     if cfg.checkpoint.ckpt_dir is not None:
         _preflight(state, Path(cfg.checkpoint.ckpt_dir), session)
-    found: list[Any] = [None]
-    if session.is_main:
-        found = [_find(cfg)]
-    dist.broadcast_object_list(found)
-    if found[0] is None:
+    found = from_rank_0(_find(cfg) if session.is_main else None)
+    if found is None:
         if cfg.checkpoint.init_from is not None:
-            together(lambda: _init_from(state, cfg), error=ConfigError)
+            raise_on_all_ranks(lambda: _init_from(state, cfg, sizes), error=ConfigError)
             if state.ema:
                 state.ema.restart()
-        return Resumed(0, _same_everywhere(uuid.uuid4().hex[:12]), None)
+        return Resumed(0, from_rank_0(uuid.uuid4().hex[:12]), None)
 
-    folder, saved = found[0]
+    folder, saved = found
     tensors = state.tensors(saved["step"])
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     stored = {key: tuple(entry.size) for key, entry in metadata.items()}
@@ -148,7 +149,7 @@ def restore(state: TrainState, cfg: Config, session: Session) -> Resumed:
         logger.info("%s has no moving average: it starts at the weights of step %d", folder, saved["step"])
     elif has_ema and not state.ema:
         logger.info("%s has a moving average, which ema.decay=null ignores", folder)
-    _check_same(saved, stored, tensors, folder, cfg)
+    _check_same(saved, stored, tensors, folder, cfg, sizes)
     if "fp8" in tensors and not _has_scaling(saved, stored, state.scaling, cfg):
         del tensors["fp8"]
         logger.warning("%s has no scales for this FP8 recipe: they are found anew in the first steps", folder)
@@ -162,16 +163,9 @@ def restore(state: TrainState, cfg: Config, session: Session) -> Resumed:
     return Resumed(saved["step"], saved["run_id"], saved["best"], saved.get("is_unscored", False))
 
 
-def _same_everywhere(value: str) -> str:
-    """Rank 0's value."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
 def _preflight(state: TrainState, ckpt_dir: Path, session: Session) -> None:
     """Refuse a folder that could not take a checkpoint, before the first step rather than at the first save."""
-    name = f".preflight-{_same_everywhere(uuid.uuid4().hex)}"
+    name = f".preflight-{from_rank_0(uuid.uuid4().hex)}"
     key = f"checkpoint.ckpt_dir={ckpt_dir}"
 
     def write() -> None:
@@ -202,9 +196,9 @@ def _preflight(state: TrainState, ckpt_dir: Path, session: Session) -> None:
                 "give a folder on a shared file system"
             )
 
-    together(write, error=ConfigError)
+    raise_on_all_ranks(write, error=ConfigError)
     try:
-        together(read, error=ConfigError)
+        raise_on_all_ranks(read, error=ConfigError)
     finally:
         if session.is_main:
             (ckpt_dir / name).unlink()
@@ -214,18 +208,18 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.3g} GiB"
 
 
-def _init_from(state: TrainState, cfg: Config) -> None:
+def _init_from(state: TrainState, cfg: Config, sizes: RunSizes) -> None:
     """Copy this rank's part of somebody's weights into the model; the optimizer stays at zero."""
-    source = weights.read(cfg.checkpoint.init_from)
+    source = weights_in.read(cfg.checkpoint.init_from)
     shapes = {name: weight.shape for name, weight in state.weights.items()}
-    tensors, fresh = weights.fit(source, cfg.model, shapes, sizes(cfg)[2])
+    tensors, fresh = weights_in.fit(source, cfg.model, shapes, sizes.classes)
     with torch.no_grad():
         for name, tensor in tensors.items():
             to_local(state.weights[name]).copy_(local_slice(tensor, state.weights[name]))
     state.after_load()
     left = f"; drawn anew: {', '.join(fresh)}" if fresh else ""
     logger.info("loaded %d of %d tensors from %s%s", len(tensors), len(state.weights), source.description, left)
-    if others := weights.other_settings(source, cfg.data):
+    if others := weights_in.other_settings(source, cfg.data):
         logger.warning("these weights were evaluated with %s, this run does otherwise", " ".join(others))
 
 
@@ -237,7 +231,10 @@ def _find(cfg: Config) -> tuple[Path, dict[str, Any]] | None:
     if not cfg.checkpoint.resume_from_checkpoint:
         _set_aside(ckpt_dir)
         return None
-    complete = complete_checkpoints(ckpt_dir, warn=True)
+    complete = step_folders(ckpt_dir)
+    for folder in sorted(ckpt_dir.glob("step_*")):
+        if folder not in complete.values():
+            logger.warning("skipping %s: not a complete checkpoint", folder)
     for step in sorted(complete, reverse=True):
         if problem := _problem(complete[step]):
             logger.warning("skipping %s: %s", complete[step], problem)
@@ -265,14 +262,19 @@ def _problem(folder: Path) -> str | None:
 
 
 def _check_same(
-    saved: dict[str, Any], stored: dict[str, tuple[int, ...]], tensors: dict[str, Any], folder: Path, cfg: Config
+    saved: dict[str, Any],
+    stored: dict[str, tuple[int, ...]],
+    tensors: dict[str, Any],
+    folder: Path,
+    cfg: Config,
+    sizes: RunSizes,
 ) -> None:
     """Refuse a checkpoint by the name of the first difference. DCP alone would ignore keys that the model lacks."""
     advice = "use that config, another output_dir, or checkpoint.resume_from_checkpoint=false"
     for key, value in to_plain(cfg)["model"].items():
         if key not in FREE_OPTIONS and saved["model"].get(key) != value:
             raise ConfigError(f"{folder} was written with model.{key}={saved['model'].get(key)}, not {value}: {advice}")
-    if saved["classes"] != list(sizes(cfg)[2]):
+    if saved["classes"] != list(sizes.classes):
         raise ConfigError(f"{folder} was written with another list of classes than data.path={cfg.data.path}: {advice}")
     if saved["optimizer"] != cfg.optimizer.name:
         raise ConfigError(
@@ -309,7 +311,7 @@ class Saver:
     writes it, one checkpoint at a time. That takes host memory of the size of a rank's part of a checkpoint.
     """
 
-    def __init__(self, state: TrainState, cfg: Config, session: Session, *, run_id: str) -> None:
+    def __init__(self, state: TrainState, cfg: Config, session: Session, sizes: RunSizes, *, run_id: str) -> None:
         self.state, self.cfg, self.session = state, cfg, session
         self.in_flight: concurrent.futures.Future | None = None
         self.step = 0  # of what was written last, or is being written
@@ -322,8 +324,8 @@ class Saver:
             "model": to_plain(cfg)["model"],
             "fp8_config": to_plain(cfg)["fp8_config"],
             "optimizer": cfg.optimizer.name,
-            "classes": list(sizes(cfg)[2]),
-            "data": {key: to_plain(cfg)["data"][key] for key in weights.DATA_SETTINGS},
+            "classes": list(sizes.classes),
+            "data": {key: to_plain(cfg)["data"][key] for key in DATA_SETTINGS},
         }
         if cfg.checkpoint.async_save:
             self.group = dist.new_group(backend="gloo")  # the thread's collectives must not meet the loop's
@@ -355,7 +357,7 @@ class Saver:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
 
-        together(prepare)
+        raise_on_all_ranks(prepare)
         tensors = self.state.tensors(step)
         if self.cfg.checkpoint.async_save:
             _copy(tensors, self.copies)
@@ -375,7 +377,7 @@ class Saver:
             write_json(file, json.loads(file.read_text()) | {"best": best, "is_unscored": False})
             _write_best(self.ckpt_dir, best)
 
-        together(lambda: write() if self.session.is_main else None)
+        raise_on_all_ranks(lambda: write() if self.session.is_main else None)
 
     def wait(self) -> None:
         """Return when nothing is in flight.
@@ -391,7 +393,9 @@ class Saver:
     def _write(self, tensors: dict[str, Any], temporary: Path, best: dict[str, Any] | None) -> None:
         try:
             dcp.save(tensors, checkpoint_id=temporary, process_group=self.group)
-            together(lambda: self._commit(temporary, best) if self.session.is_main else None, group=self.group)
+            raise_on_all_ranks(
+                lambda: self._commit(temporary, best) if self.session.is_main else None, group=self.group
+            )
         except (CheckpointException, RunError) as error:
             reasons = [wrapped[0] for wrapped in getattr(error, "failures", {}).values()] or [error]
             raise RunError(
@@ -415,7 +419,7 @@ class Saver:
 
     def _prune(self, best: dict[str, Any] | None) -> None:
         """Delete all but the `max_checkpoints` newest complete checkpoints and the best one, and what was given up."""
-        complete = complete_checkpoints(self.ckpt_dir)
+        complete = step_folders(self.ckpt_dir)
         newest = self.cfg.checkpoint.max_checkpoints or len(complete)
         doomed = [complete[step] for step in sorted(complete)[:-newest] if not best or step != best["step"]]
         # Renamed first: half a deletion must not look like a checkpoint. An earlier one's end is deleted here, too.
@@ -481,21 +485,9 @@ def _copy(tensors: dict[str, Any], copies: dict[str, Any]) -> None:
         torch.cuda.synchronize()
 
 
-def complete_checkpoints(ckpt_dir: Path, *, warn: bool = False) -> dict[int, Path]:
-    """Step -> folder, for folders that were renamed to their final name and hold what a checkpoint holds."""
-    complete = {}
-    for folder in sorted(ckpt_dir.glob("step_*")) if ckpt_dir.is_dir() else ():
-        match = STEP_FOLDER.fullmatch(folder.name)
-        if match and (folder / ".metadata").is_file() and (folder / "state.json").is_file():
-            complete[int(match[1])] = folder
-        elif warn:
-            logger.warning("skipping %s: not a complete checkpoint", folder)
-    return complete
-
-
 def _set_aside(ckpt_dir: Path) -> None:
     """A fresh start in a used folder: move the earlier run's checkpoints out of the way, lose none."""
-    earlier = [*complete_checkpoints(ckpt_dir).values(), *(p for p in [ckpt_dir / "best.json"] if p.exists())]
+    earlier = [*step_folders(ckpt_dir).values(), *(p for p in [ckpt_dir / "best.json"] if p.exists())]
     if (ckpt_dir / "final_model").exists():
         earlier.append(ckpt_dir / "final_model")
     if not earlier:
@@ -516,7 +508,7 @@ def save_final_model(cfg: Config, *, replace: bool) -> None:
     ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
     if not replace and (ckpt_dir / "final_model").is_dir():
         return
-    complete = complete_checkpoints(ckpt_dir)
+    complete = step_folders(ckpt_dir)
     newest = complete[max(complete)]
-    kind = weights.export_timm(newest, ckpt_dir / "final_model")
+    kind = weights_out.export_timm(newest, ckpt_dir / "final_model")
     logger.info("wrote %s, the %s of %s", ckpt_dir / "final_model", kind, newest.name)

@@ -9,27 +9,24 @@ the world size, nor the number of resumes can change what a step sees, and no lo
 starts the stream at its step. Batches are uint8 (B, C, Y, X); they are normalised on the device.
 """
 
-from schema import Config, ConfigError, DataConfig, micro_batch, pair
-
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
-import preemption
-import shards
-from augment import Augment, crop_box, seeded
-from decode import Ahead, Decoder, Encoded, Jpeg, PictureError, bounded, encode
-from folders import Folder, scan
-from resident import Kept, Pixels, Plans, Resident, collate_plans
+from input_pipeline import tar_shards
+from input_pipeline.augment import Augment, crop_box
+from input_pipeline.decode import Decoder, Encoded, GpuDecodePrefetcher, Jpeg, PictureError, crop_extreme_aspect, encode
+from input_pipeline.device_cache import AugmentationPlans, CachedBatches, DecodedImages, DeviceCache, collate_plans
+from input_pipeline.image_folders import Folder, scan
+from runtime import preemption, seeding
+from schema import Config, ConfigError, DataConfig, RunSizes, pair
 
 logger = logging.getLogger(__name__)
 PADDING = -1  # label of the images that fill up the last validation batch; they count for nothing
@@ -37,17 +34,20 @@ PADDING = -1  # label of the images that fill up the last validation batch; they
 Key = tuple[int, int]  # sample number, index into the data set
 
 
-Pictures = Folder | shards.Shards  # labels, name(index), read(index)
+Pictures = Folder | tar_shards.Shards  # labels, name(index), read(index)
 
 
-def check(cfg: Config) -> None:
-    """Everything about the data that must be right before a process group starts.
+def run_sizes(cfg: Config, world_size: int) -> RunSizes:
+    """The run's record of sizes, once everything about the data was found right; before a process group starts.
 
     Raises:
         ConfigError: a folder is missing or empty, it has more classes than the model, a validation class is unknown to
             the training set, or the training set is smaller than one batch.
     """
-    num_train, _, classes = sizes(cfg)
+    num_train, num_val, classes = cfg.data.num_synthetic_train, cfg.data.num_synthetic_val, ()
+    if cfg.data.source != "synthetic":
+        train = pictures(cfg.data, "train")
+        num_train, num_val, classes = len(train), len(pictures(cfg.data, "val")), train.classes
     if len(classes) > cfg.model.num_classes:
         raise ConfigError(
             f"data.path={cfg.data.path} has {len(classes)} classes, model.num_classes={cfg.model.num_classes}: "
@@ -58,33 +58,16 @@ def check(cfg: Config) -> None:
             f"global_batch_size={cfg.global_batch_size} is more than the {num_train} training images of "
             f"{cfg.data.path or 'data.num_synthetic_train'}: use at most {num_train}"
         )
-    if num_train_steps(cfg) < 1:
-        raise ConfigError(f"num_epochs={cfg.num_epochs} of {num_train} images is less than one step: train longer")
+    return RunSizes.of(cfg, world_size=world_size, num_train_images=num_train, num_val_images=num_val, classes=classes)
 
 
 def pictures(cfg: DataConfig, split: str) -> Pictures:
     """What `data.path` holds of one split, class folders or tar shards.
 
     Raises:
-        ConfigError: as `scan` and `shards.load` say.
+        ConfigError: as `scan` and `tar_shards.load` say.
     """
-    return scan(cfg.path, split) if cfg.source == "folder" else shards.load(cfg.path, split, cfg.on_error)
-
-
-def num_train_steps(cfg: Config) -> int:
-    """Optimizer updates of the run: as given, or floor(epochs x images / global batch)."""
-    if cfg.num_train_steps is not None:
-        return cfg.num_train_steps
-    # The number as it was typed: 4.1 x 60 / 2 is 123, in floats a little less.
-    return math.floor(Fraction(str(cfg.num_epochs)) * sizes(cfg)[0] / cfg.global_batch_size)
-
-
-def sizes(cfg: Config) -> tuple[int, int, tuple[str, ...]]:
-    """Training images, validation images, class names."""
-    if cfg.data.source == "synthetic":
-        return cfg.data.num_synthetic_train, cfg.data.num_synthetic_val, ()
-    train = pictures(cfg.data, "train")
-    return len(train), len(pictures(cfg.data, "val")), train.classes
+    return scan(cfg.path, split) if cfg.source == "folder" else tar_shards.load(cfg.path, split, cfg.on_error)
 
 
 class PictureDataset(Dataset):
@@ -114,7 +97,7 @@ class PictureDataset(Dataset):
         if index == PADDING:
             return self.nothing, PADDING, []
         failures = []
-        with seeded(self.seed, number):
+        with seeding.sample(self.seed, number):
             for tried in range(index, index + len(self)):
                 place = tried % len(self)
                 try:
@@ -130,7 +113,7 @@ class PictureDataset(Dataset):
     def _load(self, index: int) -> torch.Tensor | Jpeg:
         data = self.pictures.read(index)
         if not self.is_train:  # decoded and resized as timm's and torchvision's numbers were made
-            return self.eval_transform(bounded(self.decoder.pillow(data)))
+            return self.eval_transform(crop_extreme_aspect(self.decoder.pillow(data)))
         header = self.decoder.open(data)
         if self.use_gpu and self.decoder.is_plain_jpeg(header) and data.endswith(b"\xff\xd9"):  # not cut short
             box = crop_box(header, self.cfg)
@@ -177,30 +160,28 @@ class TrainSampler(Sampler):
 
     Args:
         cfg: the run's.
-        num_images: of the data set.
+        sizes: the run's.
         order: epoch -> the order in which it has the images, an integer array (N).
         rank: this process's.
-        world_size: number of processes.
         start_step: finished updates.
     """
 
     def __init__(
         self,
         cfg: Config,
-        num_images: int,
+        sizes: RunSizes,
         order: Callable[[int], np.ndarray | torch.Tensor],
         *,
         rank: int,
-        world_size: int,
         start_step: int,
     ) -> None:
         self.global_batch_size = cfg.global_batch_size
-        self.micro_batch_size, self.accumulation = micro_batch(cfg, world_size)
-        self.num_images = num_images
+        self.micro_batch_size, self.accumulation = sizes.micro_batch_size, sizes.accumulation
+        self.num_images = sizes.num_train_images
         self.repeats = cfg.data.repeated_augmentation
         self.order = functools.lru_cache(maxsize=2)(order)  # a batch can span two epochs
         self.rank = rank
-        self.steps = range(start_step, num_train_steps(cfg))
+        self.steps = range(start_step, sizes.num_train_steps)
 
     def __len__(self) -> int:
         return len(self.steps) * self.accumulation
@@ -222,12 +203,6 @@ class TrainSampler(Sampler):
         images = self.global_batch_size // self.repeats
         epoch, place = divmod(step * images + position % images, self.num_images)
         return int(self.order(epoch)[place])
-
-
-def _shuffled(num_images: int, seed: int, epoch: int) -> torch.Tensor:
-    """A permutation of the images that follows from (seed, epoch)."""
-    state = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0]
-    return torch.randperm(num_images, generator=torch.Generator().manual_seed(int(state >> 1)))
 
 
 class EvalSampler(Sampler):
@@ -303,16 +278,16 @@ class Loader(DataLoader):
 
 
 def build_loaders(
-    cfg: Config, *, rank: int, world_size: int, start_step: int
-) -> tuple[Loader | Ahead | Resident, Loader | Kept]:
+    cfg: Config, sizes: RunSizes, *, rank: int, start_step: int
+) -> tuple[Loader | GpuDecodePrefetcher | DeviceCache, Loader | CachedBatches]:
     """The training stream from `start_step` on, a microbatch an item, and the validation set, a batch an item."""
-    micro, _ = micro_batch(cfg, world_size)
-    place = {"rank": rank, "world_size": world_size}
-    order = functools.partial(_shuffled, sizes(cfg)[0], cfg.seed)
+    micro = sizes.micro_batch_size
+    order = functools.partial(seeding.shuffled, sizes.num_train_images, cfg.seed)
     if cfg.data.source == "synthetic":
         shape = (cfg.model.in_chans, *pair(cfg.data.image_size))
         train_set, val_set = (
-            SyntheticDataset(num_images, shape, cfg.model.num_classes, seed=cfg.seed) for num_images in sizes(cfg)[:2]
+            SyntheticDataset(num_images, shape, cfg.model.num_classes, seed=cfg.seed)
+            for num_images in (sizes.num_train_images, sizes.num_val_images)
         )
     else:
         train, val = pictures(cfg.data, "train"), pictures(cfg.data, "val")
@@ -320,23 +295,24 @@ def build_loaders(
         if cfg.data.source == "webdataset":
 
             def order(epoch: int) -> np.ndarray:
-                return shards.epoch_order(train, seed=cfg.seed, epoch=epoch, streams=cfg.data.shard_streams)
+                return tar_shards.epoch_order(train, seed=cfg.seed, epoch=epoch, streams=cfg.data.shard_streams)
 
-    sampler = TrainSampler(cfg, len(train_set), order, start_step=start_step, **place)
-    val_loader = Loader(val_set, EvalSampler(len(val_set), batch_size=micro, **place), cfg)
+    sampler = TrainSampler(cfg, sizes, order, rank=rank, start_step=start_step)
+    each_once = EvalSampler(len(val_set), batch_size=micro, rank=rank, world_size=sizes.world_size)
+    val_loader = Loader(val_set, each_once, cfg)
     if cfg.data.resident:
-        pixels = Pixels(train, cfg)
-        all_of_them = [[(0, i) for i in range(n, min(n + 512, len(train)))] for n in range(0, len(train), 512)]
-        plans = Loader(Plans(pixels, cfg), sampler, cfg, collate=collate_plans, pin_memory=False)
+        pixels = DecodedImages(train, cfg)
+        every_image = BatchSampler([(0, index) for index in range(len(train))], batch_size=512, drop_last=False)
+        plans = Loader(AugmentationPlans(pixels, cfg), sampler, cfg, collate=collate_plans, pin_memory=False)
         shape = (len(val_loader) * micro, cfg.model.in_chans, *pair(cfg.data.image_size))
-        train_loader = Resident(Loader(pixels, all_of_them, cfg), plans, cfg, _device())
-        return train_loader, Kept(val_loader, shape, _device())
+        train_loader = DeviceCache(Loader(pixels, every_image, cfg), plans, cfg, _device())
+        return train_loader, CachedBatches(val_loader, shape, _device())
     train_loader = Loader(train_set, sampler, cfg)
     if cfg.data.decoder == "nvjpeg" and cfg.data.source != "synthetic":
-        return Ahead(train_loader, cfg, _device()), val_loader
+        return GpuDecodePrefetcher(train_loader, cfg, _device()), val_loader
     return train_loader, val_loader
 
 
 def _device() -> torch.device:
-    """This process's, which `distributed.dist_session` has chosen."""
+    """This process's, which `process_group.dist_session` has chosen."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -8,7 +8,7 @@ evaluation: any mode and depth, EXIF as the run had it; one that cannot be read 
 exit code is then 1.
 """
 
-import schema
+from launch import Parser, exit_with
 
 import json
 import sys
@@ -22,9 +22,11 @@ import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
 
-import weights
-from decode import Decoder, PictureError, bounded
-from folders import IMAGE_EXTENSIONS
+from input_pipeline.decode import Decoder, PictureError, crop_extreme_aspect
+from input_pipeline.image_folders import IMAGE_EXTENSIONS
+from interop import weights_out
+from runtime.step_folders import newest_step
+from schema import ConfigError
 
 
 def load_model(source: Path) -> tuple[nn.Module, dict[str, Any]]:
@@ -33,16 +35,16 @@ def load_model(source: Path) -> tuple[nn.Module, dict[str, Any]]:
     Raises:
         ConfigError: it is neither.
     """
-    if (step := weights.newest_step(source)) is not None:
+    if (step := newest_step(source)) is not None:
         with tempfile.TemporaryDirectory() as folder:
-            weights.export_timm(step, Path(folder) / "model")
+            weights_out.export_timm(step, Path(folder) / "model")
             return load_model(Path(folder) / "model")
     try:
         config = json.loads((source / "config.json").read_text())
         model = timm.create_model(f"local-dir:{source}", pretrained=True)
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
-        raise schema.ConfigError(f"{source} is no model of ours or timm's ({reason}): give a final_model") from error
+        raise ConfigError(f"{source} is no model of ours or timm's ({reason}): give a final_model") from error
     return model.eval(), config
 
 
@@ -64,7 +66,7 @@ class Reader:
 
     def __call__(self, data: bytes) -> torch.Tensor:
         """Raises PictureError if it is none."""
-        return self.transform(bounded(self.decoder.pillow(data)))
+        return self.transform(crop_extreme_aspect(self.decoder.pillow(data)))
 
 
 def find(paths: list[Path]) -> Iterator[Path]:
@@ -77,12 +79,12 @@ def find(paths: list[Path]) -> Iterator[Path]:
         if path.is_dir():
             files = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_EXTENSIONS and p.is_file())
             if not (files := [p for p in files if not p.name.startswith(".")]):
-                raise schema.ConfigError(f"{path} holds no pictures: give another folder, or files")
+                raise ConfigError(f"{path} holds no pictures: give another folder, or files")
             yield from files
         elif path.is_file():
             yield path
         else:
-            raise schema.ConfigError(f"{path} is not there: give files or folders of pictures")
+            raise ConfigError(f"{path} is not there: give files or folders of pictures")
 
 
 def sheet(answers: list[dict[str, Any]], reader: Reader, target: Path, *, columns: int = 4, size: int = 224) -> None:
@@ -93,7 +95,7 @@ def sheet(answers: list[dict[str, Any]], reader: Reader, target: Path, *, column
     draw = ImageDraw.Draw(page)
     for i, answer in enumerate(answers):
         left, top = (i % columns) * (size + 8) + 4, (i // columns) * height + 4
-        image = bounded(reader.decoder.pillow(Path(answer["file"]).read_bytes())).convert("RGB")
+        image = crop_extreme_aspect(reader.decoder.pillow(Path(answer["file"]).read_bytes())).convert("RGB")
         image = ImageOps.contain(image, (size, size))  # small ones grow
         page.paste(image, (left + (size - image.width) // 2, top + (size - image.height) // 2))
         for line, found in enumerate(answer["top"][:lines]):
@@ -104,7 +106,7 @@ def sheet(answers: list[dict[str, Any]], reader: Reader, target: Path, *, column
 
 def main(argv: list[str] | None = None) -> None:
     """Parse, read, classify in batches, answer."""
-    parser = schema.Parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("pictures", type=Path, nargs="+", metavar="PICTURE")
     parser.add_argument("--top", type=int, default=5, help="classes a picture")
@@ -116,8 +118,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         model, config = load_model(args.model)
         files = list(find(args.pictures))
-    except schema.ConfigError as error:
-        schema.exit_with(str(error))
+    except ConfigError as error:
+        exit_with(str(error))
     model, reader, names = model.to(args.device), Reader(model, config), class_names(model)
     descriptions = model.pretrained_cfg.get("label_descriptions") or {}
 

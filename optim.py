@@ -1,10 +1,8 @@
-"""Parameter groups, the optimizer, the learning rate as a function of the step, and gradient clipping."""
-
-from schema import Config
+"""Parameter groups, the optimizer, the average of the weights, the learning rate as a function of the step, clipping."""
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from distributed import local_slice, to_local
-from imagenet_dataset import num_train_steps
-from vit import timm_name
+from runtime.parameter_names import timm_name
+from runtime.tensors import local_slice, to_local
+from schema import Config, EmaConfig, RunSizes
 
 
 def param_groups(
@@ -222,7 +220,7 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def inert(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def no_op_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Steps taken inside, of zero gradients, leave the weights and the state as they are, bit for bit."""
     kept = [{key: group[key] for key in ("lr", "weight_decay")} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -237,7 +235,7 @@ def inert(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer's state exist, at zero, so that a checkpoint can be loaded into it."""
-    with inert(optimizer):
+    with no_op_steps(optimizer):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter)
@@ -245,8 +243,72 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def lr_at(step: int, cfg: Config) -> float:
-    """Learning rate of update number `step`, 1 being the first: a function of the step and the config alone.
+class Ema:
+    """average = decay x average + (1 - decay) x weight, once an update."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], cfg: EmaConfig) -> None:
+        """Starts at the weights as they are; both stay the same objects from here on.
+
+        Args:
+            weights: name -> parameter, sharded or not.
+            cfg: whose decay is not None.
+        """
+        self.cfg = cfg
+        self.weights = weights
+        self.averages = {name: weight.detach().clone() for name, weight in weights.items()}
+
+    def decay(self, step: int) -> float:
+        """Decay of update number `step`, 1 being the first, whose average is the weights themselves.
+
+        Source: timm.utils.ModelEmaV3, whose names the options have; with use_warmup
+        1 - (1 + (step - 1) / warmup_gamma) ^ -warmup_power until that reaches `decay`.
+        """
+        if step <= 1:
+            return 0.0
+        if not self.cfg.use_warmup:
+            return self.cfg.decay
+        return min(1 - (1 + (step - 1) / self.cfg.warmup_gamma) ** -self.cfg.warmup_power, self.cfg.decay)
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take up the weights after update number `step`."""
+        torch._foreach_lerp_(*self._local(), 1 - self.decay(step))
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin anew at the weights."""
+        torch._foreach_copy_(*self._local())
+
+    @contextlib.contextmanager
+    def in_model(self, exchanged: Callable[[], None]) -> Iterator[None]:
+        """Inside, the model's weights are the averages; afterwards its own, bit for bit.
+
+        Args:
+            exchanged: called after each exchange, for strategies that compute with copies of the weights.
+        """
+        self._exchange()
+        exchanged()
+        try:
+            yield
+        finally:
+            self._exchange()
+            exchanged()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Tensor by tensor, so that one tensor's room is enough."""
+        for average, weight in zip(*self._local(), strict=True):
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+    def _local(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """This rank's parts of the averages and of the weights."""
+        return [to_local(t) for t in self.averages.values()], [to_local(t) for t in self.weights.values()]
+
+
+def lr_at(step: int, cfg: Config, sizes: RunSizes) -> float:
+    """Learning rate of update number `step`, 1 being the first: a function of the step and of the run's config and sizes.
 
     Linear warmup from warmup_start_lr at step 0 to lr at step num_warmup_steps; then, until the schedule's last step:
 
@@ -259,17 +321,17 @@ def lr_at(step: int, cfg: Config) -> float:
     schedule's end all stay where they are; without a cooldown rsqrt and constant have no end.
     """
     schedule, peak = cfg.lr_scheduler, cfg.optimizer.lr
-    length = schedule.num_training_steps or num_train_steps(cfg)
-    since_warmup = step - schedule.num_warmup_steps
+    length, warmup = sizes.schedule_steps, sizes.num_warmup_steps
+    since_warmup = step - warmup
     if since_warmup <= 0:
         start = schedule.warmup_start_lr
-        lr = start + (peak - start) * step / schedule.num_warmup_steps if since_warmup else peak
+        lr = start + (peak - start) * step / warmup if since_warmup else peak
     elif schedule.name == "rsqrt":
         lr = peak / math.sqrt(1 + since_warmup / schedule.rsqrt_timescale)
     elif schedule.name == "constant":
         lr = peak
     else:
-        progress = min(since_warmup / max(length - schedule.num_warmup_steps, 1), 1.0)
+        progress = min(since_warmup / max(length - warmup, 1), 1.0)
         left = 1 - progress if schedule.name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return schedule.min_lr + (peak - schedule.min_lr) * left
     if schedule.num_cooldown_steps:

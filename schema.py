@@ -1,32 +1,17 @@
-"""The config as dataclasses: types and invariants, no values (those live in config/*.yaml), and the way in.
+"""The config as dataclasses: types and rules. The values are in config/*.yaml; the way from there to here is launch.py.
 
-`launch(main)` is what an entrypoint calls. It composes the YAML and the command line with Hydra, checks everything
-that can be checked before a process group starts, and hands `main` a frozen `Config`: no OmegaConf object gets past
-this file. A mistake is one line from rank 0 that names the key, the value and the fix; every rank exits with 2.
-
-Import this module before torch: it refuses Python and package versions that are too old in one line.
+A rule that a config breaks is a `ConfigError`, one line that names the key, the value and the fix.
 """
 
-import argparse
-import contextlib
-import difflib
-import importlib
-import importlib.metadata
-import importlib.util
-import io
+import dataclasses
 import json
-import os
+import math
 import re
-import signal
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from fractions import Fraction as ExactFraction
+from typing import Annotated, Any, Literal
 
-import preemption
-
-PROJECT_DIR = Path(__file__).resolve().parent
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 
 
 class ConfigError(ValueError):
@@ -37,83 +22,6 @@ class RunError(RuntimeError):
     """A failure while running that every rank raises alike: its text is the one line that the user reads."""
 
 
-def exit_with(message: str, *, rank_variable: str = "RANK", code: int = 2) -> NoReturn:
-    """Print one line from the process whose `rank_variable` is 0, or from the only one, and exit with `code` on all."""
-    if int(os.environ.get(rank_variable, "0")) == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    else:
-        # torchrun ends the other ranks as soon as one exits, also a rank 0 that has not spoken yet: let it go first.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-        time.sleep(10)
-    sys.exit(code)
-
-
-class Parser(argparse.ArgumentParser):
-    """The tools' command line: complains in one line, as the entrypoints do; its help is the module's docstring."""
-
-    def __init__(self, description: str | None) -> None:
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with 2."""
-        exit_with(message)
-
-
-def check_versions(requirements: Path = PROJECT_DIR / "requirements.txt") -> None:
-    """Exit with one line if Python or a package that training imports is missing or outside requirements.txt.
-
-    Reads the packages' metadata, so that it works where importing the package would fail.
-    """
-    if sys.version_info < (3, 10):  # noqa: UP036  (pip's check is not always in between)
-        exit_with(f"Python {sys.version.split()[0]} is too old: this recipe needs Python 3.10 or newer")
-    from packaging.requirements import Requirement
-
-    needed = {"torch", "torchvision", "timm", "hydra-core", "omegaconf", "pydantic", "megatron-fsdp"}
-    for line in requirements.read_text().splitlines():
-        if not (line := line.split("#")[0].strip()):
-            continue
-        requirement = Requirement(line)
-        if requirement.name not in needed:
-            continue
-        try:
-            found = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            exit_with(f"{requirement.name} is not installed: pip install -r {requirements.name}")
-        if not requirement.specifier.contains(found, prereleases=True):
-            wanted = f"{requirement.name}{requirement.specifier}"
-            exit_with(f"{requirement.name} {found} is installed, this recipe needs {wanted}: pip install '{wanted}'")
-
-
-def _import_timm_without_wandb() -> None:
-    """The utilities of timm import wandb where it is installed, on every rank, and fail with it: let them find none."""
-    if "wandb" not in sys.modules:
-        sys.modules["wandb"] = None  # makes `import wandb` an ImportError, which timm expects
-        importlib.import_module("timm")
-        del sys.modules["wandb"]
-
-
-if Path(sys.argv[0]).stem.startswith("train_"):  # an entrypoint, not what else imports this file
-    preemption.listen()  # from here on: importing torch takes seconds
-check_versions()
-_import_timm_without_wandb()
-
-import hydra  # noqa: E402  (after the check of its version)
-from hydra.core.hydra_config import HydraConfig  # noqa: E402
-from hydra.errors import HydraException, OverrideParseException  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
-from omegaconf.errors import OmegaConfBaseException  # noqa: E402
-from pydantic import (  # noqa: E402
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    TypeAdapter,
-    ValidationError,
-)
-from pydantic.dataclasses import dataclass  # noqa: E402
-
 Rate = Annotated[float, Field(ge=0, lt=1)]  # a probability that leaves something over
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -122,7 +30,12 @@ Range = tuple[PositiveFloat, PositiveFloat]
 Channels = Annotated[tuple[float, ...], Field(min_length=1)]  # one value for all channels, or one a channel
 PositiveChannels = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
 
-section = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _at_most_one(steps_key: str, steps: int | None, epochs_key: str, epochs: float | None) -> None:
+    if steps is not None and epochs is not None:
+        raise ConfigError(f"{steps_key}={steps} {epochs_key}={epochs}: give at most one of them, set the other to null")
 
 
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:
@@ -130,7 +43,7 @@ def pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
     """The arguments of `vit.VisionTransformer`, under timm's names."""
 
@@ -255,7 +168,7 @@ def _check_policy(policy: str) -> None:
         )
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
     """Where pictures come from, how they are cut and what else happens to those of the training set."""
 
@@ -326,7 +239,7 @@ class DataConfig:
             raise ConfigError(f"data.color_jitter={list(self.color_jitter)}: the fourth number, hue, is at most 0.5")
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
     """What updates the weights; None for what the named optimizer does not have."""
 
@@ -351,12 +264,13 @@ class OptimizerConfig:
                 )
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class LrSchedulerConfig:
     """The learning rate as a function of the step."""
 
     name: Literal["cosine", "linear", "rsqrt", "constant"]
-    num_warmup_steps: NonNegativeInt
+    num_warmup_steps: NonNegativeInt | None
+    num_warmup_epochs: PositiveFloat | None
     warmup_start_lr: NonNegativeFloat
     num_training_steps: PositiveInt | None
     num_cooldown_steps: NonNegativeInt
@@ -365,7 +279,12 @@ class LrSchedulerConfig:
 
     def __post_init__(self) -> None:
         name = f"lr_scheduler.name={self.name}"
-        if self.warmup_start_lr and not self.num_warmup_steps:
+        if (self.num_warmup_steps is None) == (self.num_warmup_epochs is None):
+            given = f"num_warmup_steps={self.num_warmup_steps} lr_scheduler.num_warmup_epochs={self.num_warmup_epochs}"
+            raise ConfigError(
+                f"lr_scheduler.{given}".replace("None", "null") + ": give exactly one of them and set the other to null"
+            )
+        if self.warmup_start_lr and self.num_warmup_steps == 0:
             raise ConfigError(
                 f"lr_scheduler.warmup_start_lr={self.warmup_start_lr} has no meaning with "
                 "lr_scheduler.num_warmup_steps=0: set 0"
@@ -389,7 +308,7 @@ class LrSchedulerConfig:
             )
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class LossConfig:
     """What is minimised; evaluation is always cross-entropy on the labels."""
 
@@ -408,7 +327,7 @@ class LossConfig:
             )
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class EmaConfig:
     """The exponential moving average of the weights, under the names of timm's ModelEmaV3."""
 
@@ -418,35 +337,44 @@ class EmaConfig:
     warmup_power: PositiveFloat
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluationConfig:
     """When to evaluate, and which number makes a checkpoint the best."""
 
     every_n_steps: PositiveInt | None
+    every_n_epochs: PositiveFloat | None
     best_metric: Literal["val/top1", "val/top5", "val/loss", "val/ema_top1", "val/ema_loss"]
 
+    def __post_init__(self) -> None:
+        _at_most_one("evaluation.every_n_steps", self.every_n_steps, "evaluation.every_n_epochs", self.every_n_epochs)
 
-@section
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
     """Where and when to save, and what to go on from."""
 
     ckpt_dir: str | None
     save_every_n_steps: PositiveInt | None
+    save_every_n_epochs: PositiveFloat | None
     resume_from_checkpoint: bool
     init_from: str | None
     async_save: bool
     max_checkpoints: PositiveInt | None
     save_final_model: bool
 
+    def __post_init__(self) -> None:
+        steps, epochs = "checkpoint.save_every_n_steps", "checkpoint.save_every_n_epochs"
+        _at_most_one(steps, self.save_every_n_steps, epochs, self.save_every_n_epochs)
 
-@section
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class LoggerConfig:
     """Console and metrics.jsonl."""
 
     frequency: PositiveInt
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class WandbConfig:
     """Weights & Biases."""
 
@@ -469,14 +397,14 @@ def _names(nested: Any) -> list[str]:
     return [*nested, *(name for value in nested.values() for name in _names(value))]
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TensorboardConfig:
     """TensorBoard."""
 
     enabled: bool
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ProfilerConfig:
     """What to profile, of which steps and ranks."""
 
@@ -489,7 +417,7 @@ class ProfilerConfig:
     with_stack: bool
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DistributedConfig:
     """Sizes of the mesh axes; None = derived from the world size."""
 
@@ -498,7 +426,7 @@ class DistributedConfig:
     tp: Literal[1] | None
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DdpConfig:
     """DistributedDataParallel."""
 
@@ -506,7 +434,7 @@ class DdpConfig:
     cuda_graphs: bool
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Fsdp2Config:
     """torch.distributed.fsdp.fully_shard."""
 
@@ -514,7 +442,7 @@ class Fsdp2Config:
     cpu_offload: bool
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class MfsdpConfig:
     """megatron_fsdp.fully_shard_model."""
 
@@ -529,7 +457,7 @@ class MfsdpConfig:
             )
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Fp8RecipeKwargs:
     """Arguments of transformer_engine.common.recipe's classes; None = TransformerEngine's own value.
 
@@ -546,7 +474,7 @@ class Fp8RecipeKwargs:
     grad_block_scaling_dim: Literal[1, 2] | None
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Fp8Config:
     """FP8 in the linear layers of TransformerEngine's blocks."""
 
@@ -577,7 +505,7 @@ class Fp8Config:
             raise ConfigError("fp8_config.quantized_model_init=true needs fp8_config.enabled=true")
 
 
-@section
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Config:
     """One run. Sections are the YAML's sections."""
 
@@ -683,8 +611,31 @@ class Config:
             )
 
 
-def micro_batch(cfg: Config, world_size: int) -> tuple[int, int]:
-    """Images a rank and forward pass, and forward passes a step: the batch arithmetic in one place.
+def known_keys(cls: type = Config, prefix: str = "") -> list[str]:
+    """Every key that a user can type, dotted."""
+    keys = []
+    for name, field in cls.__dataclass_fields__.items():
+        keys.append(prefix + name)
+        if hasattr(field.type, "__dataclass_fields__"):
+            keys += known_keys(field.type, f"{prefix}{name}.")
+    return keys
+
+
+def to_plain(cfg: Config) -> dict[str, Any]:
+    """The config as dicts, lists and scalars, as it stands in config.yaml."""
+    return json.loads(json.dumps(dataclasses.asdict(cfg)))
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSplit:
+    """How a global batch is cut: micro_batch_size images a rank and forward pass, `accumulation` passes a step."""
+
+    micro_batch_size: int
+    accumulation: int
+
+
+def split_batch(cfg: Config, world_size: int) -> BatchSplit:
+    """The batch arithmetic: global = micro x ranks x accumulation.
 
     Raises:
         ConfigError: the global batch is not micro batch x ranks x a whole number.
@@ -697,251 +648,74 @@ def micro_batch(cfg: Config, world_size: int) -> tuple[int, int]:
             f"global_batch_size={cfg.global_batch_size} is not micro_batch_size={micro} x {world_size} ranks "
             f"x a whole number of accumulation steps: use global_batch_size={nearest}, or another micro_batch_size"
         )
-    return micro, accumulation
+    return BatchSplit(micro, accumulation)
 
 
-def check_script(cfg: Config, script: str, world_size: int) -> None:
-    """Refuse by name what this script or this machine cannot honour.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSizes:
+    """The numbers that follow from the config, the ranks and the data: made once a run, passed to all that need one.
 
-    Raises:
-        ConfigError: naming the key, the value and the fix.
+    Attributes:
+        world_size: ranks of the job.
+        micro_batch_size: images a rank and forward pass.
+        accumulation: forward passes a step.
+        num_train_images: images of an epoch.
+        num_val_images: images of an evaluation.
+        classes: their names, in the order of their labels; empty for synthetic data.
+        num_train_steps: optimizer updates of the run.
+        num_warmup_steps: updates until the learning rate is at its peak.
+        schedule_steps: updates over which the learning rate's schedule runs.
+        evaluate_every: steps between evaluations; None = never.
+        save_every: steps between checkpoints; None = only a new best and the last.
     """
-    import torch
 
-    import te
+    world_size: int
+    micro_batch_size: int
+    accumulation: int
+    num_train_images: int
+    num_val_images: int
+    classes: tuple[str, ...]
+    num_train_steps: int
+    num_warmup_steps: int
+    schedule_steps: int
+    evaluate_every: int | None
+    save_every: int | None
 
-    for key, is_on, package in (
-        (f"wandb.mode={cfg.wandb.mode}", cfg.wandb.mode != "disabled", "wandb"),
-        (f"tensorboard.enabled={str(cfg.tensorboard.enabled).lower()}", cfg.tensorboard.enabled, "tensorboard"),
-    ):
-        if is_on and not _is_importable(package):
-            switch = key.split("=")[0] + ("=disabled" if package == "wandb" else "=false")
-            raise ConfigError(f"{key}, but {package} is not installed: pip install {package}, or set {switch}")
-    if cfg.model.implementation == "hf":
-        import reference
+    @classmethod
+    def of(
+        cls, cfg: Config, *, world_size: int, num_train_images: int, num_val_images: int, classes: tuple[str, ...] = ()
+    ) -> "RunSizes":
+        """The record of a run on data of these sizes.
 
-        reference.check_hugging_face(cfg.model)
-    if cfg.model.transformer_engine:
-        if not torch.cuda.is_available():
-            raise ConfigError("model.transformer_engine=true needs a CUDA GPU: set it to false here")
-        te.transformer_engine()
-        te.recipe(cfg.fp8_config)
-    if cfg.fp8_config.quantized_model_init:
-        if script != "train_mfsdp":
+        Raises:
+            ConfigError: the batch does not divide, or the run would have no step.
+        """
+        batch = split_batch(cfg, world_size)
+
+        def steps(epochs: float) -> int:
+            # The number as it was typed: 4.1 x 60 / 2 is 123, in floats a little less.
+            return math.floor(ExactFraction(str(epochs)) * num_train_images / cfg.global_batch_size)
+
+        def interval(every_n_steps: int | None, every_n_epochs: float | None) -> int | None:
+            return every_n_steps if every_n_epochs is None else max(steps(every_n_epochs), 1)
+
+        total = steps(cfg.num_epochs) if cfg.num_train_steps is None else cfg.num_train_steps
+        if total < 1:
             raise ConfigError(
-                f"fp8_config.quantized_model_init=true: {script}.py's optimizer updates the weights that the layers "
-                "hold, and FP8 ones lose small updates; set it to false or use train_mfsdp.py, which has FP32 ones too"
+                f"num_epochs={cfg.num_epochs} of {num_train_images} images is less than one step: train longer"
             )
-        for key, wanted in (("zero_dp_strategy", "optim_grads_params"), ("outer_dp_sharding_strategy", "no_shard")):
-            if getattr(cfg.mfsdp, key) != wanted:
-                raise ConfigError(
-                    f"mfsdp.{key}={getattr(cfg.mfsdp, key)} with fp8_config.quantized_model_init=true: "
-                    f"Megatron-FSDP has FP8 weights only with {wanted}"
-                )
-    if cfg.data.decoder == "nvjpeg" and not torch.cuda.is_available():
-        raise ConfigError("data.decoder=nvjpeg needs a CUDA GPU: use data.decoder=torchvision")
-    if (cfg.data.mixup or cfg.data.cutmix) and (micro := micro_batch(cfg, world_size)[0]) % 2:
-        key = "mixup" if cfg.data.mixup else "cutmix"
-        raise ConfigError(
-            f"data.{key}={getattr(cfg.data, key)} mixes pairs, and micro_batch_size={micro} (on {world_size} ranks) is "
-            "odd: use an even one, or set data.mixup=0 data.cutmix=0"
+        schedule, saving = cfg.lr_scheduler, cfg.checkpoint
+        warmup = schedule.num_warmup_steps
+        return cls(
+            world_size=world_size,
+            micro_batch_size=batch.micro_batch_size,
+            accumulation=batch.accumulation,
+            num_train_images=num_train_images,
+            num_val_images=num_val_images,
+            classes=classes,
+            num_train_steps=total,
+            num_warmup_steps=steps(schedule.num_warmup_epochs) if warmup is None else warmup,
+            schedule_steps=schedule.num_training_steps or total,
+            evaluate_every=interval(cfg.evaluation.every_n_steps, cfg.evaluation.every_n_epochs),
+            save_every=interval(saving.save_every_n_steps, saving.save_every_n_epochs),
         )
-    if script == "train_ddp" and cfg.ddp.cuda_graphs:
-        for key, lacks in (
-            ("model.transformer_engine=true", cfg.model.transformer_engine),
-            ("activation_checkpointing=true", cfg.activation_checkpointing),
-        ):
-            if lacks:
-                raise ConfigError(f"ddp.cuda_graphs=true records no {key}: set one of them to false")
-        if not torch.cuda.is_available():
-            raise ConfigError("ddp.cuda_graphs=true needs a CUDA GPU: set it to false here")
-    axes = cfg.distributed
-    outer, shard = axes.dp_outer or 1, axes.dp_shard or world_size // (axes.dp_outer or 1)
-    if script == "train_ddp" and (axes.dp_outer, axes.dp_shard) != (None, None):
-        key, value = ("dp_outer", axes.dp_outer) if axes.dp_outer else ("dp_shard", axes.dp_shard)
-        raise ConfigError(f"distributed.{key}={value}: DDP does not shard; set it to null or use train_fsdp2.py")
-    if outer * shard != world_size:
-        raise ConfigError(
-            f"distributed.dp_outer={axes.dp_outer} x distributed.dp_shard={axes.dp_shard} is not the world size of "
-            f"{world_size}: leave one of them null"
-        )
-    if script == "train_mfsdp":
-        if cfg.model.implementation != "ours":
-            raise ConfigError(
-                f"model.implementation={cfg.model.implementation}: Megatron-FSDP initialises module by module, which "
-                "this one cannot; use train_fsdp2.py"
-            )
-        for key, is_frozen in (("freeze", cfg.model.freeze), ("pos_embed", cfg.model.pos_embed == "sincos")):
-            if is_frozen:
-                raise ConfigError(
-                    f"model.{key}={getattr(cfg.model, key)}: Megatron-FSDP keeps what is not trained in BF16 alone, "
-                    "and checkpoints would lose the rest; use train_fsdp2.py"
-                )
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                "train_mfsdp.py needs a CUDA GPU (Megatron-FSDP has no CPU path): use train_fsdp2.py here"
-            )
-        if cfg.mfsdp.outer_dp_sharding_strategy != "no_shard" and outer == 1:
-            raise ConfigError("mfsdp.outer_dp_sharding_strategy=optim needs distributed.dp_outer above 1")
-        if cfg.precision != "bf16":
-            raise ConfigError(
-                f"precision={cfg.precision}: train_mfsdp.py computes in bf16; use train_fsdp2.py for fp32"
-            )
-    if script == "train_fsdp2" and cfg.fsdp2.cpu_offload and not torch.cuda.is_available():
-        raise ConfigError("fsdp2.cpu_offload=true needs a CUDA GPU: without one everything is in host memory already")
-
-
-def _is_importable(package: str) -> bool:
-    """Whether the package is installed; a folder of its name, such as wandb leaves behind, is no package."""
-    found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None
-
-
-def known_keys(cls: type = Config, prefix: str = "") -> list[str]:
-    """Every key that a user can type, dotted."""
-    keys = []
-    for name, field in cls.__dataclass_fields__.items():
-        keys.append(prefix + name)
-        if hasattr(field.type, "__dataclass_fields__"):
-            keys += known_keys(field.type, f"{prefix}{name}.")
-    return keys
-
-
-def _one_line(error: Exception) -> str:
-    """Hydra's, OmegaConf's and pydantic's complaints, each as one line with the key, the value and the fix."""
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        if isinstance(first.get("ctx", {}).get("error"), ConfigError):
-            return str(first["ctx"]["error"])
-        # A union reports each member with its name in the location; the key is what stands before it.
-        key = ".".join(str(part) for part in first["loc"])
-        key = next((known for known in sorted(known_keys(), key=len, reverse=True) if key.startswith(known)), key)
-        same_key = [e for e in error.errors() if e["loc"][: key.count(".") + 1] == first["loc"][: key.count(".") + 1]]
-        if first["type"] == "unexpected_keyword_argument":
-            key = ".".join(str(part) for part in first["loc"])
-            return f"unknown key {key}={first['input']!r}{_did_you_mean(key)}"
-        if first["type"] == "missing" and key != ".".join(str(part) for part in first["loc"]):
-            return f"{key}={first['input']!r}: too few values"
-        if first["type"] == "missing":
-            return f"{key} is missing: give it a value in the YAML or on the command line"
-        wanted = " or ".join(dict.fromkeys(e["msg"][0].lower() + e["msg"][1:] for e in same_key))
-        return f"{key}={first['input']!r}: {wanted}"
-    if isinstance(error, OverrideParseException):
-        return f"cannot read {error.override!r} on the command line: {str(error).splitlines()[0]}"
-    text = " ".join(line.strip() for line in str(error).split("Config search path")[0].splitlines() if line.strip())
-    if match := re.search(r"Missing mandatory value: .*full_key: (\S+)", text):
-        return f"{match[1]} is missing: give it on the command line, {match[1]}=..."
-    if match := re.search(r"Could not override '([^']+)'", text):
-        return f"unknown key {match[1]}{_did_you_mean(match[1])}"
-    return text
-
-
-def _did_you_mean(key: str) -> str:
-    close = difflib.get_close_matches(key, known_keys(), n=1)
-    return f": did you mean {close[0]}?" if close else ": no such key in config/defaults.yaml"
-
-
-def _to_config(raw: Any) -> Config:
-    plain = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
-    return TypeAdapter(Config).validate_json(json.dumps(plain))  # strict, and a JSON list may become a tuple
-
-
-OmegaConf.register_new_resolver("project_dir", lambda: str(PROJECT_DIR), replace=True)
-
-
-def load_config(config_name: str = "L0_sanity", overrides: list[str] | None = None, *, script: str = "test") -> Config:
-    """Compose and check a config from Python, as the command line of `script` would.
-
-    Raises:
-        ConfigError: a typo, a wrong type or a contradiction, in one line.
-    """
-    try:
-        with hydra.initialize_config_dir(str(PROJECT_DIR / "config"), version_base="1.3", job_name=script):
-            raw = hydra.compose(config_name, [*(overrides or []), f"hydra.job.name={script}"], return_hydra_config=True)
-        HydraConfig.instance().set_config(raw)
-        OmegaConf.set_struct(raw, False)
-        raw.pop("hydra")
-        return _to_config(raw)
-    except (HydraException, OmegaConfBaseException, ValidationError) as error:
-        raise ConfigError(_one_line(error)) from error
-
-
-def _compose_from_command_line(script: str) -> Config:
-    """Run hydra.main for its command line (--config-name, --cfg, --help, overrides), and only for that.
-
-    Training runs outside Hydra, which would otherwise catch its exceptions and set up logging of its own.
-
-    Raises:
-        ConfigError: a typo, a wrong type or a contradiction, in one line.
-    """
-    composed: list[Any] = []
-
-    if {"-m", "--multirun"} & set(sys.argv[1:]):
-        raise ConfigError("--multirun would train run after run under one torchrun: start one command a run")
-
-    @hydra.main(version_base="1.3", config_path=str(PROJECT_DIR / "config"), config_name="L0_sanity")
-    def keep(raw: Any) -> None:
-        composed.append(_to_config(raw))
-
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing several lines and exiting
-    sys.argv[1:] += ["hydra/job_logging=none", "hydra/hydra_logging=none", f"hydra.job.name={script}"]
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            keep()
-    except (HydraException, OmegaConfBaseException, ValidationError) as error:
-        raise ConfigError(_one_line(error)) from error
-    except SystemExit as error:  # argparse: an unknown flag
-        if error.code:
-            raise ConfigError(complaint.getvalue().strip().splitlines()[-1]) from error
-        raise
-    if not composed:  # --help, --cfg, --info: Hydra printed what was asked for
-        sys.exit(0)
-    return composed[0]
-
-
-def use_srun() -> None:
-    """Give the tasks of `srun python train_x.py`, without torchrun, the variables that torchrun would give them.
-
-    Without them each task would be a run of its own. SLURM_STEP_NUM_TASKS is set by srun only, not in a batch script or
-    an salloc shell. The address is the step's first node, the port follows from the job and the step; MASTER_ADDR and
-    MASTER_PORT go first.
-    """
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if tasks == 1 or "WORLD_SIZE" in os.environ:
-        return
-    slurm = {name: os.environ[f"SLURM_{name}"] for name in ("PROCID", "LOCALID", "STEP_NODELIST", "JOB_ID", "STEP_ID")}
-    first = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", slurm["STEP_NODELIST"]).split(",")[0]  # n[07-09,12],m1 -> n07
-    os.environ |= {"RANK": slurm["PROCID"], "LOCAL_RANK": slurm["LOCALID"], "WORLD_SIZE": str(tasks)}
-    os.environ.setdefault("MASTER_ADDR", first)
-    os.environ.setdefault("MASTER_PORT", str(20000 + (int(slurm["JOB_ID"]) * 10 + int(slurm["STEP_ID"])) % 10000))
-
-
-def launch(main: Callable[[Config], dict[str, float]]) -> None:
-    """Run an entrypoint: compose, check, train; a mistake is one line and exit code 2, before process groups start."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    import imagenet_dataset
-    import profiling
-
-    use_srun()
-    script = Path(sys.argv[0]).stem
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    try:
-        cfg = _compose_from_command_line(script)
-        check_script(cfg, script, world_size)
-        micro_batch(cfg, world_size)
-    except ConfigError as error:
-        exit_with(str(error))
-    try:
-        imagenet_dataset.check(cfg)
-    except ConfigError as error:  # about files: each node has its own, and the first rank of each speaks
-        exit_with(str(error), rank_variable="LOCAL_RANK")
-    try:
-        profiling.check(cfg, world_size)
-        record(main)(cfg)  # torchrun then shows this process's error as the root cause
-    except ConfigError as error:
-        exit_with(str(error))
-    except RunError as error:
-        exit_with(str(error), code=1)
-    preemption.ignore()  # Python's own end would give the signals their default back: a late one would be a failure

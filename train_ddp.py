@@ -6,26 +6,28 @@
 The simplest strategy, and the fastest while weights, gradients and optimizer (16 bytes a parameter) fit on one GPU.
 """
 
-from schema import Config, launch, micro_batch, pair
+from launch import launch
 
 import contextlib
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
-from distributed import dist_session
-from imagenet_dataset import build_loaders
+from imagenet_dataset import build_loaders, run_sizes
+from modeling import build_model, prepare_blocks, record_graphs
 from optim import build_optimizer
+from runtime.process_group import dist_session
+from schema import Config, RunSizes, pair
 from trainer import Run, train
-from vit import build_model, prepare_blocks, record_graphs
 
 
 def main(cfg: Config) -> dict[str, float]:
     """One training run; returns the last value of every metric."""
     with dist_session(cfg) as session:
+        sizes = run_sizes(cfg, session.world_size)
+
         # Mesh: one axis, over which batches differ and weights do not.
         device = session.device
         mesh = init_device_mesh(device.type, (session.world_size,), mesh_dim_names=("dp",))
@@ -39,7 +41,7 @@ def main(cfg: Config) -> dict[str, float]:
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
         module.forward = autocast(module.forward)
         if cfg.ddp.cuda_graphs:
-            record_graphs(module, noise(cfg, device))
+            record_graphs(module, noise(cfg, sizes, device))
         model = DistributedDataParallel(
             module,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -57,27 +59,26 @@ def main(cfg: Config) -> dict[str, float]:
 
         # DDP puts its buckets in the order of the first backward pass, which changes the order of sums over three and
         # more ranks. Let it, on noise, before the first real step: a resumed run then sums as the straight one does.
-        settle_buckets(model, cfg, device)
+        settle_buckets(model, cfg, sizes, device)
 
         # Restore, then train from there.
         state = checkpoint.TrainState(model, optimizer, module.scaling, cfg.ema)
-        resumed = checkpoint.restore(state, cfg, session)
-        loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
+        resumed = checkpoint.restore(state, cfg, session, sizes)
+        loaders = build_loaders(cfg, sizes, rank=session.rank, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image())
-        return train(run, cfg, session, loaders=loaders, resumed=resumed)
+        return train(run, cfg, session, sizes, loaders=loaders, resumed=resumed)
 
 
-def settle_buckets(model: DistributedDataParallel, cfg: Config, device: torch.device) -> None:
+def settle_buckets(model: DistributedDataParallel, cfg: Config, sizes: RunSizes, device: torch.device) -> None:
     """One forward and backward pass; leaves no gradient and no FP8 scale behind."""
-    model(noise(cfg, device)).sum().backward()
+    model(noise(cfg, sizes, device)).sum().backward()
     model.zero_grad()
     model.module.reset_scaling()
 
 
-def noise(cfg: Config, device: torch.device) -> torch.Tensor:
+def noise(cfg: Config, sizes: RunSizes, device: torch.device) -> torch.Tensor:
     """Images of a microbatch's shape."""
-    micro_batch_size, _ = micro_batch(cfg, dist.get_world_size())
-    return torch.rand(micro_batch_size, cfg.model.in_chans, *pair(cfg.model.img_size), device=device)
+    return torch.rand(sizes.micro_batch_size, cfg.model.in_chans, *pair(cfg.model.img_size), device=device)
 
 
 if __name__ == "__main__":

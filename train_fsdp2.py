@@ -7,7 +7,7 @@ For models that do not fit on one GPU. distributed.dp_outer=2 keeps two sharded 
 nodes.
 """
 
-from schema import Config, launch
+from launch import launch
 
 import contextlib
 
@@ -16,16 +16,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 import checkpoint
-from distributed import dist_session
-from imagenet_dataset import build_loaders
+from imagenet_dataset import build_loaders, run_sizes
+from modeling import build_model, prepare_blocks
 from optim import build_optimizer
+from runtime.process_group import dist_session
+from schema import Config
 from trainer import Run, train
-from vit import build_model, prepare_blocks
 
 
 def main(cfg: Config) -> dict[str, float]:
     """One training run; returns the last value of every metric."""
     with dist_session(cfg) as session:
+        sizes = run_sizes(cfg, session.world_size)
+
         # Mesh: ranks along dp_shard share one copy of the weights, ranks along dp_outer hold replicas of it.
         device = session.device
         outer = cfg.distributed.dp_outer or 1
@@ -67,10 +70,10 @@ def main(cfg: Config) -> dict[str, float]:
 
         # Restore, then train from there.
         state = checkpoint.TrainState(model, optimizer, model.scaling, cfg.ema, after_exchange=reshard)
-        resumed = checkpoint.restore(state, cfg, session)
-        loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
+        resumed = checkpoint.restore(state, cfg, session, sizes)
+        loaders = build_loaders(cfg, sizes, rank=session.rank, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, model.flops_per_image())
-        return train(run, cfg, session, loaders=loaders, resumed=resumed)
+        return train(run, cfg, session, sizes, loaders=loaders, resumed=resumed)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 Needs CUDA. mfsdp.zero_dp_strategy chooses what is sharded; distributed.dp_outer=2 keeps two sharded copies (HSDP).
 """
 
-from schema import Config, launch
+from launch import launch
 
 import contextlib
 
@@ -14,11 +14,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import checkpoint
-from distributed import dist_session
-from imagenet_dataset import build_loaders
-from optim import build_optimizer, inert
+from imagenet_dataset import build_loaders, run_sizes
+from modeling import build_model, prepare_blocks
+from optim import build_optimizer, no_op_steps
+from runtime.process_group import dist_session
+from schema import Config
 from trainer import Run, train
-from vit import build_model, prepare_blocks
 
 
 def main(cfg: Config) -> dict[str, float]:
@@ -28,6 +29,8 @@ def main(cfg: Config) -> dict[str, float]:
     from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
 
     with dist_session(cfg) as session:
+        sizes = run_sizes(cfg, session.world_size)
+
         # Mesh: ranks along dp_shard share one copy of the weights, ranks along dp_outer hold replicas of it. The
         # library wants a tp axis, of size 1 too.
         device = session.device
@@ -65,7 +68,7 @@ def main(cfg: Config) -> dict[str, float]:
 
         # Optimizer: after sharding. fully_shard_optimizer takes a step of its own, which must neither decay nor count.
         optimizer = build_optimizer(model, cfg, no_weight_decay=module.no_weight_decay())
-        with inert(optimizer):
+        with no_op_steps(optimizer):
             fully_shard_optimizer(optimizer)
 
         # Gradients: reduced into FP32 shards in every backward pass; waited for, and handed to the optimizer, in the
@@ -83,10 +86,10 @@ def main(cfg: Config) -> dict[str, float]:
         )
         # Moments and averages learn where they lie, too.
         preprocess_state_dict_for_uneven_dtensor({**state.tensors(step=0), "model": {}})
-        resumed = checkpoint.restore(state, cfg, session)
-        loaders = build_loaders(cfg, rank=session.rank, world_size=session.world_size, start_step=resumed.step)
+        resumed = checkpoint.restore(state, cfg, session, sizes)
+        loaders = build_loaders(cfg, sizes, rank=session.rank, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image())
-        return train(run, cfg, session, loaders=loaders, resumed=resumed)
+        return train(run, cfg, session, sizes, loaders=loaders, resumed=resumed)
 
 
 if __name__ == "__main__":

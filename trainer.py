@@ -1,13 +1,10 @@
-"""The one training loop and the one evaluation."""
-
-from schema import Config, LossConfig, RunError, micro_batch
+"""The one step, the one training loop and the one evaluation."""
 
 import contextlib
 import dataclasses
 import logging
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,14 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 import checkpoint
-import preemption
-import shared_memory
-from augment import Mixup
-from distributed import Session, set_status
-from imagenet_dataset import PADDING, num_train_steps, pictures, sizes
-from metrics import MetricLogger, Speed
+from imagenet_dataset import PADDING, pictures
+from input_pipeline.augment import Mixup
+from observability.metrics import MetricLogger, Speed, top_k_hits
+from observability.profiling import Profiler
 from optim import clip_grad_norm_, lr_at
-from profiling import Profiler
+from runtime import preemption, seeding, shared_memory
+from runtime.run_folder import set_status
+from runtime.session import Session
+from schema import Config, LossConfig, RunError, RunSizes
 
 logger = logging.getLogger(__name__)
 NEVER = torch.iinfo(torch.int64).max
@@ -58,10 +56,34 @@ class NonFiniteError(RunError):
     """The loss or the gradient norm was not finite; the text names the step."""
 
 
+@dataclasses.dataclass
+class Progress:
+    """Where the loop is: what a stop has to save, and the next start to go on from."""
+
+    step: int
+    """Finished updates."""
+    best: dict[str, Any] | None
+    """The best validation result so far: {"step", "metric", "value"}."""
+    is_unscored: bool
+    """Whether the evaluation of `step` was broken off, for the next start to do again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What one update leaves to be logged; tensors stay on the device."""
+
+    loss: torch.Tensor
+    """This rank's part: the mean over its microbatches, a float32 scalar."""
+    grad_norm: torch.Tensor
+    """Global, before clipping, a float32 scalar."""
+    lr: float
+
+
 def train(
     run: Run,
     cfg: Config,
     session: Session,
+    sizes: RunSizes,
     *,
     loaders: tuple[DataLoader, DataLoader],
     resumed: checkpoint.Resumed,
@@ -73,128 +95,168 @@ def train(
         RunError: on all ranks together: a checkpoint could not be written.
     """
     train_loader, val_loader = loaders
-    device = session.device
-    _, accumulation = micro_batch(cfg, session.world_size)
-    total_steps = num_train_steps(cfg)
-    start_step, best = resumed.step, resumed.best
-    _introduce(run, cfg, session, start_step=start_step, total_steps=total_steps)
+    total_steps, saves = sizes.num_train_steps, cfg.checkpoint.ckpt_dir is not None
+    _introduce(run, cfg, session, sizes, start_step=resumed.step)
     shared_memory.warn_if_small(cfg, session)
-    normalize, mixup = Normalize(cfg, device), Mixup(cfg)
-    parameters = [weight for weight in run.state.weights.values() if weight.requires_grad]
-    metrics = MetricLogger(cfg, session, start_step=start_step, total_steps=total_steps, run_id=resumed.run_id)
-    speed = Speed(
-        session,
-        start_step=start_step,
-        images_per_step=cfg.global_batch_size,
-        images_per_epoch=sizes(cfg)[0],
-        # Three forward passes' worth: one forward, two in the backward, of which a linear probe has next to nothing.
-        # Recomputation does not count.
-        flops_per_image=run.flops_per_image * (1 if cfg.model.freeze == "backbone" else 3),
-    )
-    profiler = Profiler(cfg, session, start_step=start_step)
-    saver = checkpoint.Saver(run.state, cfg, session, run_id=resumed.run_id)
-    first_bad_step = torch.full((), NEVER, device=device)  # stays on the device until a log step or a save reads it
+    normalize, mixup = Normalize(cfg, session.device), Mixup(cfg)
+    metrics = MetricLogger(cfg, session, start_step=resumed.step, total_steps=total_steps, run_id=resumed.run_id)
+    # Three forward passes' worth: one forward, two in the backward, of which a linear probe has next to nothing.
+    # Recomputation does not count.
+    flops = run.flops_per_image * (1 if cfg.model.freeze == "backbone" else 3)
+    speed = Speed(session, cfg, sizes, start_step=resumed.step, flops_per_image=flops)
+    profiler = Profiler(cfg, session, start_step=resumed.step)
+    saver = checkpoint.Saver(run.state, cfg, session, sizes, run_id=resumed.run_id)
+    check = FiniteCheck(session.device, saver)
+    progress = Progress(resumed.step, resumed.best, resumed.is_unscored)
+
+    def evaluate_now() -> bool:
+        """Score the weights and note the best result; False where a stop broke it off."""
+        # Asked before, too: while the loader forks its workers, nothing of this may be under way in gloo's threads.
+        result = None
+        if not session.stop.agreed(wait=True):
+            result = score(run, val_loader, normalize, device=session.device, is_stopped=session.stop.agreed)
+        progress.is_unscored = result is None
+        if result is None:
+            return False
+        metrics.write(progress.step, result)
+        progress.best = _best_of(progress.step, result, progress.best, cfg.evaluation.best_metric)
+        speed.restart()
+        return True
 
     run.model.train()
     session.stop.agreed(wait=True)  # makes its group, before the loaders fork their workers
     with preemption.held():
         batches = iter(train_loader)
-    done, is_unscored = start_step, resumed.is_unscored
-    if is_unscored:  # the run was stopped in the evaluation of that step
-        result = score(run, val_loader, normalize, device=device, is_stopped=session.stop.agreed)
-        is_unscored = result is None
-        if not is_unscored:
-            metrics.write(start_step, result)
-            best = _best_of(start_step, result, best, cfg.evaluation.best_metric)
-            saver.set_score(start_step, best)
+    if progress.is_unscored and evaluate_now():  # the run was stopped in the evaluation of the step it goes on from
+        saver.set_score(progress.step, progress.best)
 
-    are_together = True  # whether the hosts have just waited for each other
-    for step in range(start_step + 1, total_steps + 1):
+    hosts_are_together = True  # whether the ranks have just waited for each other
+    for step in range(resumed.step + 1, total_steps + 1):
         # 0. Stop here if any rank was asked to: all ranks at the same step.
-        if session.stop.agreed(wait=are_together):
+        if session.stop.agreed(wait=hosts_are_together):
             break
         is_last_step = step == total_steps
-        lr = lr_at(step, cfg)
-        for group in run.optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
 
-        # 1. Forward and backward: the gradient of k microbatches is that of one batch of the same images.
-        loss = torch.zeros((), device=device)
-        for microbatch in range(accumulation):
-            waiting_since = time.perf_counter()
-            images, labels = next(batches)
-            speed.waited += time.perf_counter() - waiting_since
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            _seed_dropout(cfg.seed, step, session.rank, microbatch)
-            is_first = None if accumulation == 1 else microbatch == 0
-            with run.grad_sync(microbatch == accumulation - 1):
-                images, targets = mixup(normalize(images), labels, step)
-                logits = run.model(images, is_first_microbatch=is_first).float()
-                part = loss_of(logits, targets, cfg.loss) / accumulation
-                part.backward()
-            loss += part.detach()
-
-        # 2. Clip and update.
-        grad_norm = clip_grad_norm_(parameters, cfg.max_grad_norm)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        if run.state.ema:
-            run.state.ema.update(step)
-        is_bad = ~(loss.isfinite() & grad_norm.isfinite())
-        first_bad_step = torch.where(is_bad & (first_bad_step == NEVER), step, first_bad_step)
-        done = step
+        # 1. and 2. Forward and backward, clip, update.
+        result = train_step(
+            run, speed.timed(batches), cfg, sizes, step=step, rank=session.rank, normalize=normalize, mixup=mixup
+        )
+        progress.step = step
+        check.note(step, result)
         speed.count(step)
         metrics.bar.update()
 
         # 3. Log: the one place where the host waits for the device.
         if step % cfg.logger.frequency == 0 or is_last_step or step == 1:
-            _stop_if_not_finite(first_bad_step, saver)
-            dist.all_reduce(loss)
-            values = {
-                "train/loss": loss.item() / session.world_size,
-                "train/grad_norm": grad_norm.item(),
-                "train/lr": lr,
-            }
-            metrics.write(step, values | speed.read())
+            check.stop_if_not_finite()
+            metrics.write(step, _values_of(result, session) | speed.read())
             set_status(session, "running", step)
 
         # 4. Evaluate, then save: a step's checkpoint knows its score, and a new best always has one.
-        is_new_best = False
-        if _is_due(step, cfg.evaluation.every_n_steps, is_last_step):
-            # Asked before, too: while the loader forks its workers, nothing of this may be under way in gloo's threads.
-            is_unscored = session.stop.agreed(wait=True)
-            if not is_unscored:
-                result = score(run, val_loader, normalize, device=device, is_stopped=session.stop.agreed)
-                is_unscored = result is None
-            if is_unscored:
-                break
-            metrics.write(step, result)
-            best = _best_of(step, result, best, cfg.evaluation.best_metric)
-            is_new_best = best is not None and best["step"] == step
-            speed.restart()
-        is_save_due = is_new_best or is_last_step or _is_due(step, cfg.checkpoint.save_every_n_steps)
-        are_together = is_save_due and cfg.checkpoint.ckpt_dir is not None
-        if are_together:
-            _stop_if_not_finite(first_bad_step, saver)
-            saver.save(step, best)
+        if _is_due(step, sizes.evaluate_every, is_last_step) and not evaluate_now():
+            break
+        is_new_best = progress.best is not None and progress.best["step"] == step
+        hosts_are_together = saves and (is_new_best or is_last_step or _is_due(step, sizes.save_every))
+        if hosts_are_together:
+            check.stop_if_not_finite()
+            saver.save(step, progress.best)
             speed.restart()
         profiler.step()
 
     profiler.close()
     if session.stop.signal:
-        if done > max(start_step, saver.step) and cfg.checkpoint.ckpt_dir is not None:
-            _stop_if_not_finite(first_bad_step, saver)
-            saver.save(done, best, is_unscored=is_unscored)
-        logger.info("stopped after step %d: a rank received %s", done, session.stop.signal.name)
+        if saves and progress.step > max(resumed.step, saver.step):
+            check.stop_if_not_finite()
+            saver.save(progress.step, progress.best, is_unscored=progress.is_unscored)
+        logger.info("stopped after step %d: a rank received %s", progress.step, session.stop.signal.name)
     saver.wait()
-    is_finished = start_step >= total_steps and not resumed.is_unscored
-    if is_finished:
-        logger.info("nothing to do: the run is finished (step %d of %d)", start_step, total_steps)
-    if cfg.checkpoint.ckpt_dir is not None and cfg.checkpoint.save_final_model and not session.stop.signal:
-        session.afterwards.append(lambda: checkpoint.save_final_model(cfg, replace=not is_finished))
-    metrics.close(done, best)
-    set_status(session, "running", done)
+    was_finished = resumed.step >= total_steps and not resumed.is_unscored
+    if was_finished:
+        logger.info("nothing to do: the run is finished (step %d of %d)", resumed.step, total_steps)
+    if saves and cfg.checkpoint.save_final_model and not session.stop.signal:
+        session.afterwards.append(lambda: checkpoint.save_final_model(cfg, replace=not was_finished))
+    metrics.close(progress.step, progress.best)
+    set_status(session, "running", progress.step)
     return metrics.last
+
+
+def train_step(
+    run: Run,
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    cfg: Config,
+    sizes: RunSizes,
+    *,
+    step: int,
+    rank: int,
+    normalize: "Normalize",
+    mixup: Mixup,
+) -> StepResult:
+    """Update number `step`, 1 being the first, from the next `sizes.accumulation` microbatches; the host never waits."""
+    lr = lr_at(step, cfg, sizes)
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
+
+    # 1. Forward and backward: the gradient of k microbatches is that of one batch of the same images.
+    device = normalize.mean.device
+    loss = torch.zeros((), device=device)
+    for microbatch in range(sizes.accumulation):
+        images, labels = next(batches)
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        seeding.dropout(cfg.seed, step, rank, microbatch)
+        is_first = None if sizes.accumulation == 1 else microbatch == 0
+        with run.grad_sync(microbatch == sizes.accumulation - 1):
+            images, targets = mixup(normalize(images), labels, step)
+            logits = run.model(images, is_first_microbatch=is_first).float()
+            part = loss_of(logits, targets, cfg.loss) / sizes.accumulation
+            part.backward()
+        loss += part.detach()
+
+    # 2. Clip and update.
+    grad_norm = clip_grad_norm_(run.state.trained, cfg.max_grad_norm)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    if run.state.ema:
+        run.state.ema.update(step)
+    return StepResult(loss, grad_norm, lr)
+
+
+class FiniteCheck:
+    """The first step whose loss or gradient norm was not finite, kept on the device until a log step or a save asks."""
+
+    def __init__(self, device: torch.device, saver: checkpoint.Saver) -> None:
+        self.first_bad_step = torch.full((), NEVER, device=device)
+        self.saver = saver
+
+    def note(self, step: int, result: StepResult) -> None:
+        """Take up one step, without waiting for the device."""
+        is_bad = ~(result.loss.isfinite() & result.grad_norm.isfinite())
+        self.first_bad_step = torch.where(is_bad & (self.first_bad_step == NEVER), step, self.first_bad_step)
+
+    def stop_if_not_finite(self) -> None:
+        """Raise on all ranks alike if a step of any rank was not finite; an earlier save ends first.
+
+        Raises:
+            NonFiniteError: naming the step.
+        """
+        first = self.first_bad_step.clone()
+        dist.all_reduce(first, op=dist.ReduceOp.MIN)
+        if first.item() != NEVER:
+            self.saver.wait()
+            raise NonFiniteError(
+                f"the loss or the gradient norm was not finite at step {first.item()}: nothing was saved since; "
+                "lower optimizer.lr, lengthen lr_scheduler.num_warmup_steps or set model.qk_norm=true"
+            )
+
+
+def _values_of(result: StepResult, session: Session) -> dict[str, float | None]:
+    """A step's metrics, its loss averaged over ranks."""
+    loss = result.loss.clone()
+    dist.all_reduce(loss)
+    return {
+        "train/loss": loss.item() / session.world_size,
+        "train/grad_norm": result.grad_norm.item(),
+        "train/lr": result.lr,
+    }
 
 
 def score(run: Run, loader: DataLoader, normalize: "Normalize", **options: Any) -> dict[str, float | int] | None:
@@ -204,7 +266,9 @@ def score(run: Run, loader: DataLoader, normalize: "Normalize", **options: Any) 
         return result
     with run.state.ema.in_model(run.state.exchanged):
         averaged = evaluate(run.model, loader, normalize, **options)
-    return averaged and result | {f"val/ema_{key}": averaged[f"val/{key}"] for key in ("loss", "top1")}
+    if averaged is None:
+        return None
+    return result | {f"val/ema_{key}": averaged[f"val/{key}"] for key in ("loss", "top1")}
 
 
 @torch.no_grad()
@@ -234,8 +298,8 @@ def evaluate(
         logits = model(normalize(images)).float()
         is_image = labels != PADDING
         losses = F.cross_entropy(logits, labels, ignore_index=PADDING, reduction="none")
-        top5 = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]  # B 5
-        rows = torch.stack([losses, top5[:, 0].float(), top5.any(dim=1).float(), is_image.float()])  # 4 B
+        top1, top5 = top_k_hits(logits, labels).unbind(1)
+        rows = torch.stack([losses, top1.float(), top5.float(), is_image.float()])  # 4 B
         sums += rows.double().sum(dim=1)  # padding adds nothing: its loss is ignored and no class is its label
     model.train()
     dist.all_reduce(sums)
@@ -276,11 +340,6 @@ class Normalize:
         return (images.float() - self.mean) / self.std
 
 
-def _seed_dropout(seed: int, step: int, rank: int, microbatch: int) -> None:
-    """Dropout and drop path follow from (seed, step, rank, microbatch), so no generator's state need be saved."""
-    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank, microbatch]).generate_state(1, np.uint64)[0] >> 1))
-
-
 def _is_due(step: int, every_n_steps: int | None, is_last_step: bool = False) -> bool:
     return every_n_steps is not None and (step % every_n_steps == 0 or is_last_step)
 
@@ -299,27 +358,15 @@ def _best_of(step: int, result: dict[str, Any], best: dict[str, Any] | None, met
     return best
 
 
-def _stop_if_not_finite(first_bad_step: torch.Tensor, saver: checkpoint.Saver) -> None:
-    """Raise on all ranks alike if the loss or the gradient norm of any rank was not finite; an earlier save ends."""
-    first = first_bad_step.clone()
-    dist.all_reduce(first, op=dist.ReduceOp.MIN)
-    if first.item() != NEVER:
-        saver.wait()
-        raise NonFiniteError(
-            f"the loss or the gradient norm was not finite at step {first.item()}: nothing was saved since; "
-            "lower optimizer.lr, lengthen lr_scheduler.num_warmup_steps or set model.qk_norm=true"
-        )
-
-
-def _introduce(run: Run, cfg: Config, session: Session, *, start_step: int, total_steps: int) -> None:
+def _introduce(run: Run, cfg: Config, session: Session, sizes: RunSizes, *, start_step: int) -> None:
     """Say what runs, once."""
-    micro, accumulation = micro_batch(cfg, session.world_size)
+    total_steps, num_images = sizes.num_train_steps, sizes.num_train_images
     parameters = sum(weight.numel() for weight in run.state.weights.values())
     logger.info("mesh %s, %.2f M parameters, %s", run.mesh, parameters / 1e6, cfg.precision)
     logger.info(
         "global batch %d = %d images x %d ranks x %d microbatches; steps %d to %d, %.4g passes over %d images",
-        *(cfg.global_batch_size, micro, session.world_size, accumulation, start_step + 1, total_steps),
-        *(total_steps * cfg.global_batch_size / sizes(cfg)[0], sizes(cfg)[0]),
+        *(cfg.global_batch_size, sizes.micro_batch_size, sizes.world_size, sizes.accumulation),
+        *(start_step + 1, total_steps, total_steps * cfg.global_batch_size / num_images, num_images),
     )
     if cfg.data.source != "synthetic":
         for split in ("train", "val"):

@@ -1,20 +1,16 @@
 """The Vision Transformer: timm's, by names and by numbers.
 
 Parameters carry the names of `timm.models.vision_transformer.VisionTransformer`, so that weights travel both ways, and
-logits and gradients equal timm's. TransformerEngine's blocks have names of their own, which `TE_NAMES` maps. Shapes in
-the comments: `B` images, `C Y X` channels, height and width, `N` tokens, `D` width.
+logits and gradients equal timm's. vit_te.py has the same model on TransformerEngine's layers, modeling.py chooses.
+Shapes in the comments: `B` images, `C Y X` channels, height and width, `N` tokens, `D` width.
 """
-
-from schema import Fp8Config, ModelConfig, pair
 
 import collections
 import functools
-import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
-import torch.nn.functional as F
 from timm.layers import (
     AttentionPoolLatent,
     Mlp,
@@ -25,12 +21,11 @@ from timm.layers import (
 from timm.layers import LayerScale as TimmLayerScale
 from timm.models.vision_transformer import Attention
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-import te
-from distributed import local_slice, to_local
-from te import on_rows, transformer_engine
-from weights import from_hugging_face_name
+from runtime import seeding
+from runtime.parameter_names import timm_name
+from runtime.tensors import local_slice, to_local
+from schema import ModelConfig, pair
 
 
 class LayerScale(TimmLayerScale):
@@ -88,137 +83,13 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
         """(B, N, D) -> (B, N, D); `keep` (2, B, 1, 1) as in `VisionTransformer.drop_path`."""
-        x = x + _scaled(self.ls1(self.attn(self.norm1(x))), keep, 0)
-        return x + _scaled(self.ls2(self.mlp(self.norm2(x))), keep, 1)
+        x = x + scaled(self.ls1(self.attn(self.norm1(x))), keep, 0)
+        return x + scaled(self.ls2(self.mlp(self.norm2(x))), keep, 1)
 
 
-def _scaled(x: torch.Tensor, keep: torch.Tensor | None, branch: int) -> torch.Tensor:
+def scaled(x: torch.Tensor, keep: torch.Tensor | None, branch: int) -> torch.Tensor:
     """A residual branch (B, N, D) after drop path."""
     return x if keep is None else x * keep[branch].to(x.dtype)
-
-
-# TransformerEngine's fused layers hold a norm beside a linear layer, or a whole MLP: their names, and timm's.
-TE_NAMES = {
-    "attn.qkv.layer_norm_weight": "norm1.weight",
-    "attn.qkv.layer_norm_bias": "norm1.bias",
-    "mlp.layer_norm_weight": "norm2.weight",
-    "mlp.layer_norm_bias": "norm2.bias",
-    "mlp.fc1.layer_norm_weight": "norm2.weight",
-    "mlp.fc1.layer_norm_bias": "norm2.bias",
-    "mlp.fc1_weight": "mlp.fc1.weight",
-    "mlp.fc1_bias": "mlp.fc1.bias",
-    "mlp.fc2_weight": "mlp.fc2.weight",
-    "mlp.fc2_bias": "mlp.fc2.bias",
-}
-# TransformerEngine's names of activations. Its GELU is the tanh form; it has none of the erf form.
-TE_ACTIVATIONS = {"gelu_tanh": "gelu", "quick_gelu": "qgelu", "relu": "relu", "silu": "silu"}
-
-
-def timm_name(name: str) -> str:
-    """A parameter's name in timm's model, whatever wrapper, block or implementation holds it."""
-    name = name.removeprefix("module.")  # DDP's and Megatron-FSDP's prefix
-    if name.startswith("hugging_face."):  # reference.HuggingFaceViT
-        return from_hugging_face_name(name.removeprefix("hugging_face."))
-    parts = name.split(".", 2)
-    if parts[0] == "blocks":
-        parts[2] = TE_NAMES.get(parts[2], parts[2])
-    return ".".join(parts)
-
-
-class TEAttention(nn.Module):
-    """norm1 and timm's Attention on TransformerEngine's layers; rows of the QKV weight in timm's order, [q | k | v]."""
-
-    def __init__(self, cfg: ModelConfig, row_multiple: int) -> None:
-        super().__init__()
-        engine, self.row_multiple = transformer_engine(), row_multiple
-        width, self.num_heads = cfg.embed_dim, cfg.num_heads
-        head_width = width // cfg.num_heads
-        device = te.default_device()
-        self.qkv = engine.LayerNormLinear(width, 3 * width, eps=cfg.norm_eps, bias=cfg.qkv_bias, device=device)
-        self.q_norm, self.k_norm = (
-            nn.LayerNorm(head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity() for _ in range(2)
-        )
-        self.core = engine.DotProductAttention(
-            cfg.num_heads,
-            head_width,
-            attention_dropout=cfg.attn_drop_rate,
-            qkv_format="bshd",
-            attn_mask_type="no_mask",
-        )
-        self.attn_drop_rate = cfg.attn_drop_rate
-        self.proj = engine.Linear(width, width, bias=cfg.proj_bias, device=device)
-        self.proj_drop = nn.Dropout(cfg.proj_drop_rate)
-
-    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
-        """(B, N, D) -> (B, N, D)."""
-        options = {"multiple": self.row_multiple, "is_first_microbatch": is_first_microbatch}
-        qkv = on_rows(self.qkv, x, **options).unflatten(-1, (3 * self.num_heads, -1))  # B N 3D -> B N 3H K
-        q, k, v = te.split_heads(qkv, self.num_heads)  # B N H K
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast norms in FP32
-        return self.proj_drop(on_rows(self.proj, self.attend(q, k, v), **options))
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values (B, N, H, K) -> (B, N, D)."""
-        if q.shape[1] % 128 != 64:
-            return self.core(q, k, v)
-        # By torch, whose cuDNN attention distributed.set_kernels turns off: TransformerEngine's is cuDNN's, with NaN
-        # gradients for 64, 192, 576, ... tokens whose logits are all far below zero (H100, TransformerEngine 2.20,
-        # cuDNN 9.19: benchmarks/attention_nan_te_h100x1.log; https://github.com/pytorch/pytorch/issues/196678).
-        te.log_attention_by_torch(q.shape[1])
-        dropout = self.attn_drop_rate if self.training else 0.0
-        x = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), dropout_p=dropout)  # B H N K
-        return x.transpose(1, 2).flatten(2)
-
-
-class TEDropoutMlp(nn.Module):
-    """norm2 and timm's Mlp where there is dropout inside, for which TransformerEngine's fused MLP has no place."""
-
-    def __init__(self, cfg: ModelConfig, hidden: int) -> None:
-        super().__init__()
-        engine, device = transformer_engine(), te.default_device()
-        width = cfg.embed_dim
-        self.fc1 = engine.LayerNormLinear(width, hidden, eps=cfg.norm_eps, bias=cfg.proj_bias, device=device)
-        self.act = get_act_layer(cfg.act_layer)()
-        self.drop = nn.Dropout(cfg.proj_drop_rate)
-        self.fc2 = engine.Linear(hidden, width, bias=cfg.proj_bias, device=device)
-
-    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
-        """(..., D) -> (..., D)."""
-        x = self.drop(self.act(self.fc1(x, is_first_microbatch=is_first_microbatch)))
-        return self.drop(self.fc2(x, is_first_microbatch=is_first_microbatch))
-
-
-class TEBlock(nn.Module):
-    """`Block` on TransformerEngine's fused layers: the same function, the same options, other kernels."""
-
-    def __init__(self, cfg: ModelConfig, *, row_multiple: int) -> None:
-        super().__init__()
-        self.row_multiple = row_multiple
-        hidden = int(cfg.embed_dim * cfg.mlp_ratio)
-        self.attn = TEAttention(cfg, row_multiple)
-        self.mlp = (
-            TEDropoutMlp(cfg, hidden)
-            if cfg.proj_drop_rate
-            else transformer_engine().LayerNormMLP(
-                cfg.embed_dim,
-                hidden,
-                eps=cfg.norm_eps,
-                bias=cfg.proj_bias,
-                activation=TE_ACTIVATIONS[cfg.act_layer],
-                device=te.default_device(),
-            )
-        )
-        self.ls1, self.ls2 = (
-            nn.Identity() if cfg.init_values is None else LayerScale(cfg.embed_dim, cfg.init_values) for _ in range(2)
-        )
-
-    def forward(
-        self, x: torch.Tensor, keep: torch.Tensor | None = None, is_first_microbatch: bool | None = None
-    ) -> torch.Tensor:
-        """(B, N, D) -> (B, N, D); `keep` as `Block` has it."""
-        x = x + _scaled(self.ls1(self.attn(x, is_first_microbatch)), keep, 0)
-        mlp = on_rows(self.mlp, x, self.row_multiple, is_first_microbatch=is_first_microbatch)
-        return x + _scaled(self.ls2(mlp), keep, 1)
 
 
 class VisionTransformer(nn.Module):
@@ -227,10 +98,10 @@ class VisionTransformer(nn.Module):
     Build it under `torch.device("meta")` or on a device, place or shard it, then call `init_weights`.
     """
 
-    def __init__(self, cfg: ModelConfig, fp8: Fp8Config | None = None) -> None:
+    def __init__(self, cfg: ModelConfig, *, block: Callable[[ModelConfig], nn.Module] = Block) -> None:
         super().__init__()
         self.cfg = cfg
-        self.recipe = te.recipe(fp8) if fp8 else None
+        self.scaling: dict[str, torch.Tensor] = {}  # FP8's state, to be saved with the weights: vit_te.py
         width = cfg.embed_dim
         use_fc_norm = cfg.global_pool == "avg" if cfg.fc_norm is None else cfg.fc_norm
         norm_layer = functools.partial(nn.LayerNorm, eps=cfg.norm_eps)
@@ -251,16 +122,7 @@ class VisionTransformer(nn.Module):
             else nn.Identity()
         )
         self.norm_pre = norm_layer(width) if cfg.pre_norm else nn.Identity()
-        if cfg.transformer_engine:
-            te.forget_earlier_models()
-            block = functools.partial(TEBlock, row_multiple=te.row_multiple(self.recipe))
-        else:
-            block = Block
-        with te.quantized_weights(self.recipe, enabled=bool(fp8 and fp8.quantized_model_init)):
-            self.blocks = nn.Sequential(*(block(cfg) for _ in range(cfg.depth)))
-        if cfg.transformer_engine:
-            te.log_attention_backend()
-        self.scaling = te.scaling_state(self, self.recipe)  # live tensors, to be saved with the weights
+        self.blocks = nn.Sequential(*(block(cfg) for _ in range(cfg.depth)))
         self.norm = nn.Identity() if use_fc_norm else norm_layer(width)
         self.attn_pool = (
             AttentionPool(
@@ -297,12 +159,17 @@ class VisionTransformer(nn.Module):
         x = self.norm_pre(x).to(x.dtype)  # autocast norms in FP32, and an FP32 stream would stay one
         drops = self.training and self.cfg.drop_path_rate > 0
         keeps = self.drop_path(len(x), x.device) if drops else [None] * len(self.blocks)
-        options = {"is_first_microbatch": is_first_microbatch} if self.cfg.transformer_engine else {}
-        with te.quantized(self.recipe, self.scaling):
-            for block, keep in zip(self.blocks, keeps, strict=True):
-                x = block(x, keep, **options)
+        x = self.run_blocks(x, keeps, is_first_microbatch)
         x = self.norm(x)
         return self.head(self.head_drop(self.pre_logits(self.fc_norm(self._pool(x)))))  # B N D -> B num_classes
+
+    def run_blocks(
+        self, x: torch.Tensor, keeps: Iterable[torch.Tensor | None], is_first_microbatch: bool | None
+    ) -> torch.Tensor:
+        """(B, N, D) -> (B, N, D); `keeps` are `drop_path`'s rows, or None for each block."""
+        for block, keep in zip(self.blocks, keeps, strict=True):
+            x = block(x, keep)
+        return x
 
     def drop_path(self, batch_size: int, device: torch.device) -> torch.Tensor:
         """Factors of the residual branches (depth, 2, B, 1, 1): 0 for the images that lose one, else 1 / (1 - rate).
@@ -356,7 +223,7 @@ class VisionTransformer(nn.Module):
             prefix = f"{module_name}." if module_name else ""
             for name, parameter in module.named_parameters(recurse=False):
                 generator = torch.Generator(device or parameter.device)
-                generator.manual_seed(_tensor_seed(seed, timm_name(prefix + name)))
+                generator.manual_seed(seeding.tensor(seed, timm_name(prefix + name)))
                 whole = torch.empty(parameter.shape, dtype=torch.float32, device=generator.device)
                 _initialize(module, [(name, whole)], generator)
                 to_local(parameter).copy_(local_slice(whole, parameter))
@@ -378,15 +245,6 @@ class VisionTransformer(nn.Module):
         hidden = cfg.representation_size
         head = (cfg.embed_dim + cfg.num_classes) * hidden if hidden else cfg.embed_dim * cfg.num_classes
         return 2.0 * (embed + cfg.depth * block + pool + head)
-
-
-def build_model(cfg: ModelConfig, fp8: Fp8Config) -> nn.Module:
-    """The model of the config, without values: `VisionTransformer`, or a reference that does as it does."""
-    if cfg.implementation == "ours":
-        return VisionTransformer(cfg, fp8)
-    import reference  # which builds on this module
-
-    return reference.TimmViT(cfg) if cfg.implementation == "timm" else reference.HuggingFaceViT(cfg)
 
 
 def freeze(model: nn.Module, cfg: ModelConfig) -> None:
@@ -421,13 +279,9 @@ def sincos_positions(cfg: ModelConfig) -> torch.Tensor:
     return torch.cat([grid.new_zeros(tokens, cfg.embed_dim), grid])[None].float()
 
 
-def _tensor_seed(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1
-
-
 @torch.no_grad()
 def _initialize(
-    module: nn.Module, tensors: Iterator[tuple[str, torch.Tensor]], generator: torch.Generator | None
+    module: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], generator: torch.Generator | None
 ) -> None:
     """Fill `tensors`, named as `module`'s own parameters, by timm's rule for that kind of module.
 
@@ -436,7 +290,7 @@ def _initialize(
     but its trunc_normal_, and torch 2.11's (2.14.1's not), put one value in twenty million just there: normal_ here.
     """
     for name, tensor in tensors:
-        if isinstance(module, nn.LayerNorm) or name.startswith("layer_norm_"):
+        if isinstance(module, nn.LayerNorm) or name.startswith("layer_norm_"):  # or part of a fused layer
             tensor.fill_(1.0 if name.endswith("weight") else 0.0)
         elif isinstance(module, TimmLayerScale):
             tensor.fill_(module.init_values)
@@ -457,35 +311,9 @@ def _initialize(
         elif name == "latent":
             std = tensor.shape[-1] ** -0.5
             nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)
-        elif name.endswith("bias"):  # of torch's linear layers and of TransformerEngine's
+        elif name.endswith("bias"):
             tensor.fill_(getattr(module, "init_bias", 0.0))  # the head has one
         elif name.endswith("weight"):
             nn.init.normal_(tensor, std=0.02, generator=generator)
         else:
             raise AssertionError(f"no initialization rule for {type(module).__name__}.{name}")
-
-
-def prepare_blocks(model: VisionTransformer, *, activation_checkpointing: bool, compile: bool) -> None:
-    """Recompute and compile block by block, before sharding and inside its hooks: recompute -> compile -> shard.
-
-    Wraps each block's `forward` rather than the block, so that no wrapper shows in parameter names and no strategy's
-    hook is traced.
-    """
-    # TransformerEngine's recomputes in FP8, with the scales of the first pass.
-    recompute = transformer_engine().checkpoint if model.cfg.transformer_engine else checkpoint
-    for block in model.shard_units():
-        forward: Callable = block.forward
-        if activation_checkpointing:
-            forward = functools.partial(recompute, forward, use_reentrant=False)
-        block.forward = torch.compile(forward) if compile else forward
-
-
-def record_graphs(model: nn.Module, images: torch.Tensor) -> None:
-    """Make training passes of `model` replays of two CUDA graphs, forward and backward, for images of this shape.
-
-    The host then launches once where it launched each kernel. Random numbers go on following torch's generator; in
-    evaluation the model runs as before. Call it before the model is wrapped and after it was put in training mode.
-    """
-    torch.cuda.make_graphed_callables(model, (images,))
-    replay = model.forward
-    model.forward = lambda x, is_first_microbatch=None: replay(x)  # graphs take tensors only

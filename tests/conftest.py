@@ -1,6 +1,6 @@
 """What the tests share: a tiny data set of real JPEGs, and ways to start real processes."""
 
-import schema  # noqa: F401  (before torch)
+import launch  # noqa: F401  (before torch)
 
 import functools
 import json
@@ -16,6 +16,9 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+
+from imagenet_dataset import build_loaders, run_sizes
+from optim import lr_at
 
 SCRIPTS = ("train_ddp", "train_fsdp2", "train_mfsdp")
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,7 +141,7 @@ def tiny(pictures, tmp_path):
     return [*TINY, f"data.path={pictures}", f"output_dir={tmp_path / 'run'}"]
 
 
-def launch(command, *, nproc=None, timeout=240, cwd=ROOT, env=None):
+def run_command(command, *, nproc=None, timeout=240, cwd=ROOT, env=None):
     """Run an entrypoint as a user does, through torchrun if `nproc` is given; returns the finished process."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -160,7 +163,7 @@ def run_tasks(tasks, *, nproc, folder, timeout=300, strict=True):
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tasks.json").write_text(json.dumps(tasks))
-    done = launch([ROOT / "tests/worker.py", folder / "tasks.json", folder], nproc=nproc, timeout=timeout)
+    done = run_command([ROOT / "tests/worker.py", folder / "tasks.json", folder], nproc=nproc, timeout=timeout)
     (folder / "output.txt").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, done.stderr[-20000:].split("elastic/multiprocessing/api")[0]
     outcomes = {
@@ -171,6 +174,16 @@ def run_tasks(tasks, *, nproc, folder, timeout=300, strict=True):
         errors = [rank["error"] for rank in outcomes[task["name"]] if "error" in rank]
         assert task.get("may_fail") or not errors or not strict, f"{task['name']}: {errors}"
     return outcomes
+
+
+def loaders_of(cfg, *, rank=0, world_size=1, start_step=0):
+    """What an entrypoint would read: the training and the validation loader of one rank."""
+    return build_loaders(cfg, run_sizes(cfg, world_size), rank=rank, start_step=start_step)
+
+
+def rate_at(step, cfg):
+    """The learning rate of an update in a run of one process."""
+    return lr_at(step, cfg, run_sizes(cfg, 1))
 
 
 def read_metrics(output_dir):

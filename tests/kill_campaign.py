@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import schema
+import launch
 
 import argparse
 import collections
@@ -55,7 +55,7 @@ def rank_main():
     mark("prune", checkpoint.Saver, "_prune", 0.01)
     mark("step", trainer, "clip_grad_norm_", 0.01)
     os.pwrite(file, b"start   ", 0)
-    importlib.import_module(script).main(schema.load_config("L0_sanity", overrides, script=script))
+    importlib.import_module(script).main(launch.load_config("L0_sanity", overrides, script=script))
 
 
 def command(folder, script, overrides):

@@ -11,11 +11,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-import schema  # noqa: E402
+import launch
 
 import benchmark  # noqa: E402
-import decode  # noqa: E402
 import imagenet_dataset  # noqa: E402
+import schema
+from input_pipeline import decode  # noqa: E402
 
 
 def outcome(path: Path, cfg: schema.Config) -> str:
@@ -50,7 +51,7 @@ def main() -> None:
             found = set()
             for decoder in ("pillow", "torchvision"):
                 chosen = [f"data.decoder={decoder}", f"data.exif_orientation={exif}"]
-                cfg = schema.load_config("vit_base_patch16_224", ["data.path=/", "output_dir=unused", *chosen])
+                cfg = launch.load_config("vit_base_patch16_224", ["data.path=/", "output_dir=unused", *chosen])
                 found.add(outcome(path, cfg))
             row["with EXIF" if exif == "true" else "plain"] = " | ".join(sorted(found))  # one, if decoders agree
         if row["with EXIF"] == row["plain"]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import schema
+import launch
 
 import argparse
 import functools
@@ -44,9 +44,9 @@ GRACE = 60  # seconds: on two busy cores a start alone takes half of them; torch
 
 def rank_main(folder, script, *overrides):
     """One rank: an entrypoint that writes its phase and its step to a file as it goes, for the sender to read."""
-    import preemption
+    from runtime import preemption
 
-    preemption.listen()  # as schema.py does for an entrypoint
+    preemption.listen()  # as launch.py does for an entrypoint
     rank = os.environ["RANK"]
     file = os.open(Path(folder, f"phase.{rank}"), os.O_CREAT | os.O_WRONLY)
     os.pwrite(file, b"start     ", 0)
@@ -72,14 +72,14 @@ def rank_main(folder, script, *overrides):
     trainer.Normalize.__call__ = slowly
     arguments = [str(ROOT / f"{script}.py"), *overrides]
     sys.argv = list(arguments)  # Hydra's part of `launch` adds to it
-    schema.launch(importlib.import_module(script).main)
+    launch.launch(importlib.import_module(script).main)
     for number in range(int(os.environ["AGAIN"])):
         os.pwrite(file, b"stopped   ", 0)
         while not Path(folder, f"go.{number}").exists():
             time.sleep(0.01)
         os.pwrite(file, b"start     ", 0)
         sys.argv = list(arguments)
-        schema.launch(importlib.import_module(script).main)
+        launch.launch(importlib.import_module(script).main)
 
 
 def start(folder, script, overrides, *, again=0):

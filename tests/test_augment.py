@@ -1,6 +1,6 @@
 """Augmentation, mixup and the losses: the same pixels as timm's and torchvision's from the same random numbers."""
 
-import schema
+import launch
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import TINY, column, run_tasks
+from conftest import TINY, column, loaders_of, run_tasks
 from timm.data import Mixup as TimmMixup
 from timm.data.mixup import mixup_target
 from timm.data.random_erasing import RandomErasing as TimmErasing
@@ -22,9 +22,10 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTarget
 from torchvision import transforms
 from torchvision.transforms import functional as F
 
+import schema
 import train_ddp
-from augment import Augment, Mixup, RandomErasing
-from imagenet_dataset import build_loaders, seeded
+from input_pipeline.augment import Augment, Mixup, RandomErasing
+from runtime import seeding
 from trainer import loss_of
 
 POLICIES = [
@@ -54,7 +55,7 @@ GREY = ["model.in_chans=1", "data.mean=[0.3]", "data.std=[0.35]"]
 
 @functools.cache
 def composed():
-    return schema.load_config("L0_sanity", [*TINY, "data.path=unused", *OFF], script="train_ddp")
+    return launch.load_config("L0_sanity", [*TINY, "data.path=unused", *OFF], script="train_ddp")
 
 
 @functools.cache
@@ -82,7 +83,7 @@ def picture(num_channels=3, height=24, width=36):
 def augmented(cfg, number, image):
     """As the loader calls it for sample `number`."""
     augment, before = Augment(cfg.data), image.clone()
-    with seeded(cfg.seed, number):
+    with seeding.sample(cfg.seed, number):
         result = augment(image)
     assert torch.equal(image, before)
     assert (result.shape, result.dtype) == (image.shape, torch.uint8)
@@ -105,7 +106,7 @@ def timms(cfg, number, image):
         separate=True,
     )
     after_crop = [*steps[0].transforms[1:], *steps[1].transforms, *steps[2].transforms]
-    with seeded(cfg.seed, number):
+    with seeding.sample(cfg.seed, number):
         try:
             return transforms.Compose(after_crop)(F.to_pil_image(image))
         except ValueError as error:
@@ -152,7 +153,7 @@ def test_colour_jitter_is_torchvisions(strength):
     cfg, image = config(f"data.color_jitter={strength}"), picture()
     jitter = transforms.ColorJitter(*cfg.data.color_jitter)
     for n in range(10):
-        with seeded(cfg.seed, n):
+        with seeding.sample(cfg.seed, n):
             expected = F.pil_to_tensor(jitter(F.to_pil_image(image)))
         assert torch.equal(augmented(cfg, n, image), expected)
         assert not torch.equal(expected, image)
@@ -211,7 +212,7 @@ def test_augmented_stream_does_not_depend_on_who_reads_it(pictures, world_size, 
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path=str(pictures)))
         ranks = []
         for rank in range(world_size):
-            loader, _ = build_loaders(cfg, rank=rank, world_size=world_size, start_step=0)
+            loader, _ = loaders_of(cfg, rank=rank, world_size=world_size, start_step=0)
             images = torch.cat([images for images, _ in itertools.islice(loader, 3 * 24 // micro // world_size)])
             ranks.append(images.unflatten(0, (3, -1)))
         return torch.cat(ranks, dim=1).flatten(0, 1)
@@ -431,7 +432,7 @@ def test_sigmoid_loss_by_its_formula(scored):
 )
 def test_mistake_is_one_line(overrides, fragments):
     with pytest.raises(schema.ConfigError) as caught:
-        schema.load_config("L0_sanity", [*TINY, *OFF, *overrides], script="train_ddp")
+        launch.load_config("L0_sanity", [*TINY, *OFF, *overrides], script="train_ddp")
     assert len(str(caught.value).splitlines()) == 1
     assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
 
@@ -455,13 +456,13 @@ def test_odd_micro_batch_is_refused_before_the_start(mixing, key):
     for world_size, micro in ((8, "null"), (1, "3"), (2, "1")):
         cfg = config(mixing, f"micro_batch_size={micro}")
         with pytest.raises(schema.ConfigError) as caught:
-            schema.check_script(cfg, "train_ddp", world_size)
+            launch.check_script(cfg, "train_ddp", world_size)
         text = str(caught.value)
         assert len(text.splitlines()) == 1
         assert key in text
         assert f"micro_batch_size={3 if micro == 'null' else micro} " in text
-        schema.check_script(config(f"micro_batch_size={micro}"), "train_ddp", world_size)
-    schema.check_script(config(mixing, "micro_batch_size=6"), "train_ddp", 2)
+        launch.check_script(config(f"micro_batch_size={micro}"), "train_ddp", world_size)
+    launch.check_script(config(mixing, "micro_batch_size=6"), "train_ddp", 2)
 
 
 # Whole runs
@@ -485,7 +486,7 @@ def runs(pictures, tmp_path_factory):
     two.append(task("two-accumulated", "train_fsdp2", "micro_batch_size=4", "data.num_workers=2"))
     root, before = logging.getLogger(), (logging.getLogger().level, list(logging.getLogger().handlers))
     for alone in one:
-        train_ddp.main(schema.load_config("L0_sanity", alone["overrides"], script="train_ddp"))
+        train_ddp.main(launch.load_config("L0_sanity", alone["overrides"], script="train_ddp"))
     root.level, root.handlers[:] = before
     run_tasks(two, nproc=2, folder=folder)
     return folder

@@ -4,7 +4,7 @@ What needs several processes runs in two sets of them a world size: the first sa
 with what the others have saved. The rest calls checkpoint.py in this process, a job of one rank.
 """
 
-import schema
+import launch
 
 import itertools
 import json
@@ -19,11 +19,14 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, TINY, assert_same, column, launch, read_metrics, run_tasks, started_once, weights
+from conftest import ROOT, TINY, assert_same, column, read_metrics, run_command, run_tasks, started_once, weights
 
 import checkpoint
-from distributed import dist_session
+import schema
+from imagenet_dataset import run_sizes
 from optim import build_optimizer
+from runtime.process_group import dist_session
+from runtime.step_folders import step_folders
 from vit import VisionTransformer
 
 SCRIPTS = ("train_ddp", "train_fsdp2")
@@ -155,7 +158,7 @@ def test_a_full_disk_stops_all_ranks_and_leaves_the_checkpoint_before(saved, way
     assert "GiB are free" in error
     assert "\n" not in error
     root = folder / f"full-{way}/checkpoints"
-    assert set(checkpoint.complete_checkpoints(root)) == {2}
+    assert set(step_folders(root)) == {2}
     assert checkpoint._problem(root / "step_00000002") is None
     assert json.loads((folder / f"full-{way}/status.json").read_text())["state"] == "failed"
 
@@ -177,7 +180,7 @@ def job(tiny, tmp_path):
 
     class Job:
         def __init__(self, *overrides):
-            self.cfg = schema.load_config("L0_sanity", [*tiny, *overrides], script="train_ddp")
+            self.cfg = launch.load_config("L0_sanity", [*tiny, *overrides], script="train_ddp")
             self.context = dist_session(self.cfg)
             self.session = self.context.__enter__()
             opened.append(self)
@@ -189,8 +192,10 @@ def job(tiny, tmp_path):
             self.saver = None
 
         def restore(self):
-            resumed = checkpoint.restore(self.state, self.cfg, self.session)
-            self.saver = checkpoint.Saver(self.state, self.cfg, self.session, run_id=resumed.run_id)
+            resumed = checkpoint.restore(self.state, self.cfg, self.session, run_sizes(self.cfg, 1))
+            self.saver = checkpoint.Saver(
+                self.state, self.cfg, self.session, run_sizes(self.cfg, 1), run_id=resumed.run_id
+            )
             return resumed
 
         def save(self, *steps, best=None):
@@ -242,7 +247,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(job, damage, caplog):
     assert second.model.head.bias.eq(8).all()
     assert any("skipping" in text and "step_00000010" in text for text in caplog.messages)
     second.save(10)
-    assert set(checkpoint.complete_checkpoints(second.root)) == {8, 10}
+    assert set(step_folders(second.root)) == {8, 10}
     assert checkpoint._problem(second.root / "step_00000010") is None
 
 
@@ -251,7 +256,7 @@ def test_steps_are_numbers(job):
     first = job("checkpoint.max_checkpoints=2")
     first.restore()
     first.save(9, 10, 100)
-    assert set(checkpoint.complete_checkpoints(first.root)) == {10, 100}
+    assert set(step_folders(first.root)) == {10, 100}
     first.save(99_999_999, 100_000_000)
     first.close()
     second = job("checkpoint.max_checkpoints=2")
@@ -272,7 +277,7 @@ def test_pruning_spares_the_best_and_what_it_does_not_know(job):
     assert json.loads((one.root / "best.json").read_text()) == best
     better = {"step": 8, "metric": "val/top1", "value": 0.6}
     one.save(8, best=better)
-    assert set(checkpoint.complete_checkpoints(one.root)) == {8}
+    assert set(step_folders(one.root)) == {8}
 
 
 def test_the_best_result_is_part_of_each_checkpoint(job):
@@ -366,7 +371,7 @@ def test_another_run_on_the_same_checkpoints_is_refused_while_it_lives(tiny, tmp
     shared = f"checkpoint.ckpt_dir={tmp_path}/shared"
     code = (
         "import schema, distributed, os, sys, time\n"
-        "cfg = schema.load_config('L0_sanity', sys.argv[1:])\n"
+        "cfg = launch.load_config('L0_sanity', sys.argv[1:])\n"
         "with distributed.dist_session(cfg):\n"
         "    if os.fork() == 0: time.sleep(60)\n"
         "    print('held', flush=True); time.sleep(60)\n"
@@ -376,7 +381,7 @@ def test_another_run_on_the_same_checkpoints_is_refused_while_it_lives(tiny, tmp
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
     try:
         assert holder.stdout.readline() == "held\n"
-        cfg = schema.load_config("L0_sanity", [*tiny, shared])
+        cfg = launch.load_config("L0_sanity", [*tiny, shared])
         with (
             pytest.raises(schema.ConfigError, match=r"checkpoint\.ckpt_dir=.* is in use by a live run"),
             dist_session(cfg),
@@ -399,15 +404,15 @@ def test_ranks_whose_torchrun_died_stop_before_the_next_save(tiny, tmp_path):
     (tmp_path / "tasks.json").write_text(json.dumps([hooked]))
     run = subprocess.Popen(list(map(str, command)), env=dict(os.environ, PYTHONPATH=str(ROOT)), stderr=subprocess.PIPE)
     root = tmp_path / "run/checkpoints"
-    wait_for(lambda: checkpoint.complete_checkpoints(root), 60)
+    wait_for(lambda: step_folders(root), 60)
     run.kill()
     wait_for(lambda: (tmp_path / "long.0.json").exists() and (tmp_path / "long.1.json").exists(), 60)
     errors = {json.loads((tmp_path / f"long.{rank}.json").read_text())["error"] for rank in (0, 1)}
     (error,) = errors
     assert error.startswith("RunError: torchrun is gone: stopping before the save of step ")
     stopped_at = int(error.split("step ")[1].split(";")[0])
-    assert max(checkpoint.complete_checkpoints(root)) == stopped_at - 5
-    done = launch([ROOT / "train_ddp.py", *overrides, f"num_train_steps={stopped_at}"])
+    assert max(step_folders(root)) == stopped_at - 5
+    done = run_command([ROOT / "train_ddp.py", *overrides, f"num_train_steps={stopped_at}"])
     assert done.returncode == 0, done.stderr
     assert f"resumed from {root}/step_{stopped_at - 5:08d}" in done.stderr
 

@@ -3,7 +3,7 @@
 References: optim.lr_at, trainer.loss_of, and the entrypoints' own loaders.
 """
 
-import schema
+import launch
 
 import json
 import types
@@ -13,14 +13,14 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import TINY, make_pictures
+from conftest import TINY, loaders_of, make_pictures, rate_at
 from PIL import Image
 
 import compare
 import imagenet_dataset
 import trainer
 import vit
-from optim import lr_at, param_groups
+from optim import param_groups
 
 # Of a square picture, all of it.
 PLAIN = ["data.crop_scale=[1,1]", "data.crop_ratio=[1,1]", "data.hflip=0", "data.decoder=pillow"]
@@ -69,13 +69,13 @@ def refused(tiny, tmp_path, capsys):
 def test_rates_are_the_entrypoints(overrides, layer_decay):
     length, *schedule = overrides
     schedule = [f"lr_scheduler.{override}" for override in schedule]
-    cfg = schema.load_config("L0_sanity", [*TINY, length, *schedule, f"optimizer.layer_decay={layer_decay}"])
+    cfg = launch.load_config("L0_sanity", [*TINY, length, *schedule, f"optimizer.layer_decay={layer_decay}"])
     optimizer = compare.build_optimizer(compare.build_model(cfg), cfg)
     scheduler = compare.build_scheduler(optimizer, cfg)
     for step in range(1, cfg.num_train_steps + 1):
         scheduler.step_update(step)
         for group in optimizer.param_groups:
-            assert group["lr"] == pytest.approx(lr_at(step, cfg) * group.get("lr_scale", 1), rel=1e-6, abs=1e-15)
+            assert group["lr"] == pytest.approx(rate_at(step, cfg) * group.get("lr_scale", 1), rel=1e-6, abs=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_optimizer_is_what_the_config_says(name, kind, options):
     values |= {key: json.dumps(value) for key, value in options.items() if key in values}
     given = [f"optimizer.{key}={value}" for key, value in values.items()]
     decays = ["optimizer.weight_decay=0.3", "optimizer.layer_decay=0.5", "model.reg_tokens=1"]
-    cfg = schema.load_config("L0_sanity", [*TINY, f"optimizer.name={name}", *given, *decays])
+    cfg = launch.load_config("L0_sanity", [*TINY, f"optimizer.name={name}", *given, *decays])
     model = compare.build_model(cfg)
     optimizer = compare.build_optimizer(model, cfg)
     assert type(optimizer) is kind
@@ -113,7 +113,7 @@ def test_optimizer_is_what_the_config_says(name, kind, options):
 
 
 def test_fixed_positions_are_the_entrypoints_and_stay():
-    cfg = schema.load_config("L0_sanity", [*TINY, "model.pos_embed=sincos", "model.class_token=true"])
+    cfg = launch.load_config("L0_sanity", [*TINY, "model.pos_embed=sincos", "model.class_token=true"])
     model = compare.build_model(cfg)
     assert torch.equal(model.pos_embed, vit.sincos_positions(cfg.model))
     trained = {id(p) for group in compare.build_optimizer(model, cfg).param_groups for p in group["params"]}
@@ -132,7 +132,7 @@ def test_fixed_positions_are_the_entrypoints_and_stay():
     ],
 )
 def test_loss_is_the_trainers(mix, options):
-    cfg = schema.load_config("L0_sanity", [*TINY, *mix, *options])
+    cfg = launch.load_config("L0_sanity", [*TINY, *mix, *options])
     logits, labels, images = torch.randn(24, 6), torch.randint(6, (24,)), torch.rand(24, 3, 16, 16)
     mixup, loss = compare.build_loss(cfg)
     assert bool(mixup) == bool(mix)
@@ -149,7 +149,7 @@ def test_loss_is_the_trainers(mix, options):
 
 def test_mixes_as_often_as_the_config_says():
     options = ["data.mixup=0.8", "data.cutmix=0.4", "data.mixup_prob=0.6", "data.mixup_switch_prob=0.25"]
-    mixup, _ = compare.build_loss(schema.load_config("L0_sanity", [*TINY, *options]))
+    mixup, _ = compare.build_loss(launch.load_config("L0_sanity", [*TINY, *options]))
     np.random.seed(0)
     draws = [mixup._params_per_batch() for _ in range(4000)]
     mixes = [(share, is_cutmix) for share, is_cutmix in draws if share != 1]
@@ -189,8 +189,8 @@ def test_run_writes_the_result_and_sees_the_entrypoints_pictures(tmp_path, run, 
     assert [row["step"] for row in results["validation"]] == [4, 6]
     assert results["top1"] == results["validation"][-1]["val/top1"]
 
-    cfg = schema.load_config("L0_sanity", [*tiny, *options, "loss.label_smoothing=0.1"])
-    train_loader, val_loader = imagenet_dataset.build_loaders(cfg, rank=0, world_size=1, start_step=0)
+    cfg = launch.load_config("L0_sanity", [*tiny, *options, "loss.label_smoothing=0.1"])
+    train_loader, val_loader = loaders_of(cfg, rank=0, world_size=1, start_step=0)
     normalize, model = trainer.Normalize(cfg, torch.device("cpu")), first_model(cfg)
     with torch.no_grad():
         images, labels = next(iter(train_loader))
@@ -244,7 +244,7 @@ def test_speed_is_that_of_steps_after_the_first(monkeypatch, run):
 
 def test_norms_have_the_configs_epsilon():
     model = compare.build_model(
-        schema.load_config("L0_sanity", [*TINY, "model.norm_eps=1e-3", "checkpoint.save_final_model=false"])
+        launch.load_config("L0_sanity", [*TINY, "model.norm_eps=1e-3", "checkpoint.save_final_model=false"])
     )
     assert {module.eps for module in model.modules() if isinstance(module, torch.nn.LayerNorm)} == {1e-3}
 
@@ -252,7 +252,7 @@ def test_norms_have_the_configs_epsilon():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_device_that_lags_behind_sees_every_batch_whole(tiny):
-    cfg = schema.load_config("L0_sanity", [*tiny, "global_batch_size=2"], script="compare")
+    cfg = launch.load_config("L0_sanity", [*tiny, "global_batch_size=2"], script="compare")
     expected = torch.cat([images for images, _ in compare.build_loader(cfg, "val", torch.device("cpu"))])
     found, device = [], torch.device("cuda")
     for images, _ in compare.batches(compare.build_loader(cfg, "val", device), device):
@@ -263,7 +263,7 @@ def test_a_device_that_lags_behind_sees_every_batch_whole(tiny):
 
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_attention_is_fused_if_the_config_says_so(is_fused):
-    model = compare.build_model(schema.load_config("L0_sanity", [*TINY, f"model.fused_attn={str(is_fused).lower()}"]))
+    model = compare.build_model(launch.load_config("L0_sanity", [*TINY, f"model.fused_attn={str(is_fused).lower()}"]))
     assert {module.fused_attn for module in model.modules() if hasattr(module, "fused_attn")} == {is_fused}
 
 
@@ -299,8 +299,8 @@ def test_a_class_may_be_missing_in_val(tmp_path, tiny, run):
         file.unlink()
     options = [f"data.path={root}", "optimizer.lr=1e-12", "evaluation.every_n_steps=2", "num_train_steps=2"]
     (row,) = run(*options, "global_batch_size=7")["results"]["validation"]
-    cfg = schema.load_config("L0_sanity", [*tiny, *options])
-    _, val_loader = imagenet_dataset.build_loaders(cfg, rank=0, world_size=1, start_step=0)
+    cfg = launch.load_config("L0_sanity", [*tiny, *options])
+    _, val_loader = loaders_of(cfg, rank=0, world_size=1, start_step=0)
     images, labels = next(iter(val_loader))
     images, labels = images[labels != imagenet_dataset.PADDING], labels[labels != imagenet_dataset.PADDING]
     with torch.no_grad():

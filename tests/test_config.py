@@ -1,6 +1,6 @@
 """U05. The config: what composes, what is refused and in which words, in this process and from a real command line."""
 
-import schema
+import launch
 
 import ast
 import concurrent.futures
@@ -17,11 +17,12 @@ from fractions import Fraction
 import pytest
 import torch
 import yaml
-from conftest import ROOT, launch
+from conftest import ROOT, run_command
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from imagenet_dataset import num_train_steps
+import schema
+from imagenet_dataset import run_sizes
 
 CONFIG = ROOT / "config"
 PRIMARY = sorted(file.stem for file in CONFIG.glob("*.yaml") if file.stem != "defaults")
@@ -41,7 +42,7 @@ SCRIPTS = ("train_ddp", "train_fsdp2", "train_mfsdp")
 
 @functools.cache
 def load(*overrides, name="L0_sanity"):
-    return schema.load_config(name, list(overrides), script="train_ddp")
+    return launch.load_config(name, list(overrides), script="train_ddp")
 
 
 def small(*overrides):
@@ -162,8 +163,14 @@ def test_every_schema_key_has_its_value_in_one_base_file():
 
 def test_no_key_is_dead():
     read = set()
-    for file in [file for file in ROOT.glob("*.py") if file.name != "schema.py"]:
-        for node in ast.walk(ast.parse(file.read_text())):
+    folders = (".", "input_pipeline", "interop", "observability", "runtime")
+    files = [file for folder in folders for file in (ROOT / folder).glob("*.py") if file.name != "schema.py"]
+    # Of schema.py only what makes a run's sizes: its rules read keys without honouring them.
+    sizes = [node for node in ast.parse((ROOT / "schema.py").read_text()).body if getattr(node, "name", "") in
+             ("split_batch", "RunSizes")]  # fmt: skip
+    assert len(sizes) == 2
+    for tree in [*(ast.parse(file.read_text()) for file in files), *sizes]:
+        for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
                 read.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -525,7 +532,8 @@ def batch_config(global_batch_size, micro_batch_size):
     ],
 )
 def test_accumulation_follows_from_the_batch_sizes(global_batch_size, micro_batch_size, world_size, expected):
-    assert schema.micro_batch(batch_config(global_batch_size, micro_batch_size), world_size) == expected
+    split = schema.split_batch(batch_config(global_batch_size, micro_batch_size), world_size)
+    assert (split.micro_batch_size, split.accumulation) == expected
 
 
 @pytest.mark.parametrize(
@@ -535,20 +543,21 @@ def test_accumulation_follows_from_the_batch_sizes(global_batch_size, micro_batc
 )  # fmt: skip
 def test_batch_that_does_not_divide_is_refused_with_the_arithmetic(global_batch_size, micro_batch_size, world_size):
     cfg = batch_config(global_batch_size, micro_batch_size)
-    text = error_of(schema.micro_batch, cfg, world_size)
+    text = error_of(schema.split_batch, cfg, world_size)
     assert f"global_batch_size={global_batch_size}" in text
     assert f"micro_batch_size={micro_batch_size or max(global_batch_size // world_size, 1)}" in text
     assert f"{world_size} ranks" in text
     proposed = int(re.search(r"use global_batch_size=(\d+)", text)[1])
-    micro, accumulation = schema.micro_batch(batch_config(proposed, micro_batch_size), world_size)
-    assert micro * accumulation * world_size == proposed
+    split = schema.split_batch(batch_config(proposed, micro_batch_size), world_size)
+    assert split.micro_batch_size * split.accumulation * world_size == proposed
 
 
 @pytest.mark.parametrize("primary", PRIMARY)
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_primary_configs_divide_by_the_usual_numbers_of_ranks(primary, world_size):
     cfg = load("data.path=/data", name=primary)
-    micro, accumulation = schema.micro_batch(cfg, world_size)
+    split = schema.split_batch(cfg, world_size)
+    micro, accumulation = split.micro_batch_size, split.accumulation
     assert micro * accumulation * world_size == cfg.global_batch_size
 
 
@@ -569,7 +578,7 @@ def axes(**sizes):
 @pytest.mark.parametrize("key", ["dp_shard", "dp_outer"])
 @pytest.mark.parametrize("value", [2, 4])
 def test_ddp_refuses_to_shard_and_names_the_key(key, value):
-    text = error_of(schema.check_script, axes(**{key: value}), "train_ddp", value)
+    text = error_of(launch.check_script, axes(**{key: value}), "train_ddp", value)
     assert f"distributed.{key}={value}" in text
     assert "null" in text
     assert "train_fsdp2.py" in text
@@ -582,7 +591,7 @@ def test_ddp_refuses_to_shard_and_names_the_key(key, value):
 )
 def test_axes_that_are_not_the_world_are_refused(monkeypatch, script, dp_outer, dp_shard, world_size):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    text = error_of(schema.check_script, axes(dp_outer=dp_outer, dp_shard=dp_shard), script, world_size)
+    text = error_of(launch.check_script, axes(dp_outer=dp_outer, dp_shard=dp_shard), script, world_size)
     assert f"distributed.dp_outer={dp_outer}" in text
     assert f"distributed.dp_shard={dp_shard}" in text
     assert f"world size of {world_size}" in text
@@ -602,15 +611,15 @@ def test_axes_that_are_not_the_world_are_refused(monkeypatch, script, dp_outer, 
     ],
 )
 def test_axes_that_make_the_world_are_accepted(script, sizes, world_size):
-    schema.check_script(axes(**sizes), script, world_size)
+    launch.check_script(axes(**sizes), script, world_size)
 
 
 def test_megatron_fsdp_needs_cuda(cuda):
     cfg = axes()
     if cuda:
-        schema.check_script(cfg, "train_mfsdp", 2)
+        launch.check_script(cfg, "train_mfsdp", 2)
     else:
-        text = error_of(schema.check_script, cfg, "train_mfsdp", 2)
+        text = error_of(launch.check_script, cfg, "train_mfsdp", 2)
         assert "train_mfsdp.py" in text
         assert "CUDA" in text
         assert "train_fsdp2.py" in text
@@ -618,7 +627,7 @@ def test_megatron_fsdp_needs_cuda(cuda):
 
 def test_megatron_fsdp_refuses_fp32(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    text = error_of(schema.check_script, with_values(axes(), precision="fp32"), "train_mfsdp", 1)
+    text = error_of(launch.check_script, with_values(axes(), precision="fp32"), "train_mfsdp", 1)
     assert "precision=fp32" in text
     assert "train_fsdp2.py" in text
 
@@ -629,8 +638,8 @@ def test_megatron_fsdp_refuses_fp32(monkeypatch):
 )
 def test_hugging_faces_model_refuses_what_it_cannot_be(key, value):
     cfg = with_values(small(), model={"class_token": True, "global_pool": "token", "implementation": "hf"})
-    schema.check_script(cfg, "train_ddp", 1)
-    text = error_of(schema.check_script, with_values(cfg, model={key: value}), "train_ddp", 1)
+    launch.check_script(cfg, "train_ddp", 1)
+    text = error_of(launch.check_script, with_values(cfg, model={key: value}), "train_ddp", 1)
     assert f"model.{key}={value}" in text
     assert "model.implementation=hf" in text
 
@@ -643,20 +652,20 @@ def test_megatron_fsdp_refuses_what_it_cannot_keep(monkeypatch, values):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cfg = with_values(axes(), model=values)
     (key, value), *_ = values.items()
-    text = error_of(schema.check_script, cfg, "train_mfsdp", 1)
+    text = error_of(launch.check_script, cfg, "train_mfsdp", 1)
     assert f"model.{key}={value}" in text
     assert "train_fsdp2.py" in text
-    schema.check_script(cfg, "train_fsdp2", 1)
+    launch.check_script(cfg, "train_fsdp2", 1)
 
 
 def test_cuda_graphs_are_refused_where_they_cannot_be(monkeypatch):
     cfg = with_values(axes(), ddp={"cuda_graphs": True})
-    assert "ddp.cuda_graphs=true needs a CUDA GPU" in error_of(schema.check_script, cfg, "train_ddp", 1)
-    schema.check_script(cfg, "train_fsdp2", 1)  # which has a section of its own
+    assert "ddp.cuda_graphs=true needs a CUDA GPU" in error_of(launch.check_script, cfg, "train_ddp", 1)
+    launch.check_script(cfg, "train_fsdp2", 1)  # which has a section of its own
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    schema.check_script(cfg, "train_ddp", 1)
+    launch.check_script(cfg, "train_ddp", 1)
     cfg = with_values(cfg, activation_checkpointing=True)
-    text = error_of(schema.check_script, cfg, "train_ddp", 1)
+    text = error_of(launch.check_script, cfg, "train_ddp", 1)
     assert "ddp.cuda_graphs=true" in text
     assert "activation_checkpointing=true" in text
 
@@ -666,20 +675,20 @@ def test_megatron_fsdps_outer_sharding_needs_an_outer_axis(monkeypatch, dp_outer
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cfg = with_values(axes(dp_outer=dp_outer), mfsdp={"outer_dp_sharding_strategy": "optim"})
     if is_allowed:
-        schema.check_script(cfg, "train_mfsdp", 4)
+        launch.check_script(cfg, "train_mfsdp", 4)
     else:
-        text = error_of(schema.check_script, cfg, "train_mfsdp", 4)
+        text = error_of(launch.check_script, cfg, "train_mfsdp", 4)
         assert "mfsdp.outer_dp_sharding_strategy=optim" in text
         assert "distributed.dp_outer" in text
 
 
 def test_cpu_offload_needs_cuda(cuda):
     cfg = with_values(axes(), fsdp2={"cpu_offload": True})
-    schema.check_script(cfg, "train_ddp", 2)  # which does not read that section
+    launch.check_script(cfg, "train_ddp", 2)  # which does not read that section
     if cuda:
-        schema.check_script(cfg, "train_fsdp2", 2)
+        launch.check_script(cfg, "train_fsdp2", 2)
     else:
-        text = error_of(schema.check_script, cfg, "train_fsdp2", 2)
+        text = error_of(launch.check_script, cfg, "train_fsdp2", 2)
         assert "fsdp2.cpu_offload=true" in text
         assert "CUDA" in text
 
@@ -696,11 +705,11 @@ def test_number_of_steps_is_the_epochs_rounded_down(num_epochs, images, batch_si
     data = {"source": "synthetic", "path": None, "num_synthetic_train": images, "num_synthetic_val": 1}
     length = {"num_train_steps": None, "num_epochs": float(num_epochs), "global_batch_size": batch_size}
     cfg = dataclasses.replace(with_values(small(), data=data), **length)
-    assert num_train_steps(cfg) == math.floor(Fraction(num_epochs) * images / batch_size)
+    assert run_sizes(cfg, 1).num_train_steps == math.floor(Fraction(num_epochs) * images / batch_size)
 
 
 def test_number_of_steps_is_as_given():
-    assert num_train_steps(with_values(small(), num_train_steps=123)) == 123
+    assert run_sizes(with_values(small(), num_train_steps=123), 1).num_train_steps == 123
 
 
 # Versions
@@ -731,7 +740,7 @@ def lone_process(monkeypatch):
 def test_package_of_another_version_is_one_line(capsys, tmp_path, line):
     file = tmp_path / "requirements.txt"
     file.write_text(f"# What runs.\n\nnumpy>=1\n{line}\n")
-    text = exit_line(capsys, schema.check_versions, file)
+    text = exit_line(capsys, launch.check_versions, file)
     name = re.match(r"\w+", line)[0]
     assert f"{name} {importlib.metadata.version(name)} is installed" in text
     (needed,) = re.findall(r"pip install '(.*)'", text)
@@ -749,7 +758,7 @@ def test_package_that_is_not_installed_is_one_line(capsys, monkeypatch, missing)
         return version(name)
 
     monkeypatch.setattr(importlib.metadata, "version", without)
-    text = exit_line(capsys, schema.check_versions)
+    text = exit_line(capsys, launch.check_versions)
     assert f"{missing} is not installed" in text
     assert "pip install -r requirements.txt" in text
 
@@ -757,7 +766,7 @@ def test_package_that_is_not_installed_is_one_line(capsys, monkeypatch, missing)
 @pytest.mark.usefixtures("lone_process")
 def test_python_that_is_too_old_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 9, 18))
-    assert "3.10" in exit_line(capsys, schema.check_versions)
+    assert "3.10" in exit_line(capsys, launch.check_versions)
 
 
 @pytest.mark.parametrize("suffix", ["", "+cu128", ".dev20260101"])
@@ -766,7 +775,7 @@ def test_installed_versions_pass_in_any_build(monkeypatch, suffix):
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: Version(version(name)).public + (suffix if name == "torch" else "")
     )
-    schema.check_versions()
+    launch.check_versions()
 
 
 # The command line
@@ -778,7 +787,7 @@ class RanError(Exception):
 
 @pytest.fixture
 def run_launch(monkeypatch, tmp_path, capsys):
-    """A function: arguments -> (exit code, standard error) of schema.launch in this process; None if main ran."""
+    """A function: arguments -> (exit code, standard error) of launch.launch in this process; None if main ran."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     for function in ("time.sleep", "signal.signal"):  # what a rank that stays silent does
@@ -793,7 +802,7 @@ def run_launch(monkeypatch, tmp_path, capsys):
             raise RanError
 
         with pytest.raises((SystemExit, RanError)) as caught:
-            schema.launch(main or ran)
+            launch.launch(main or ran)
         out, err = capsys.readouterr()
         assert out == ""
         return getattr(caught.value, "code", None), err
@@ -852,7 +861,7 @@ def test_right_command_line_reaches_main(run_launch, pictures):
 
     overrides = [f"data.path={pictures}", "global_batch_size=24", "model.in_chans=3", "output_dir=out"]
     assert run_launch(*overrides, main=main)[0] is None
-    expected = schema.load_config("L0_sanity", overrides, script="train_ddp")
+    expected = launch.load_config("L0_sanity", overrides, script="train_ddp")
     assert found == [expected]
 
 
@@ -885,7 +894,7 @@ def launches(tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         env = {"CUDA_VISIBLE_DEVICES": ""}
         timeout = 60 if nproc else 120
-        return launch([ROOT / script, *arguments], nproc=nproc, timeout=timeout, cwd=folder, env=env), folder
+        return run_command([ROOT / script, *arguments], nproc=nproc, timeout=timeout, cwd=folder, env=env), folder
 
     first, *others = commands
     done = {first: start(first)}

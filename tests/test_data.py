@@ -3,7 +3,7 @@
 What is expected comes from elsewhere: torchvision's ImageFolder, timm's transforms, Pillow, torch's schedulers.
 """
 
-import schema
+import launch
 
 import collections
 import contextlib
@@ -27,16 +27,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, loaders_of, rate_at
 from PIL import Image
 from timm.data import create_transform
 from torch import nn
 from torchvision.datasets import ImageFolder
 
 import imagenet_dataset
+import schema
 import trainer
-from imagenet_dataset import PADDING, build_loaders, eval_transform, num_train_steps, scan
-from optim import lr_at
+from imagenet_dataset import PADDING, eval_transform, run_sizes
+from input_pipeline.image_folders import scan
 
 STEPS = 8  # 192 pictures of 60, or 64 of 20: more than three epochs
 ARCHIVE = ROOT / "data/fashion_mnist_demo.tar.gz"
@@ -61,7 +62,7 @@ PLAIN = ["data.crop_scale=[1,1]", "data.crop_ratio=[1,1]", "data.hflip=0"]  # of
 
 @functools.cache
 def _composed(*overrides):
-    return schema.load_config("L0_sanity", [*TINY, *BASE, *overrides], script="train_ddp")
+    return launch.load_config("L0_sanity", [*TINY, *BASE, *overrides], script="train_ddp")
 
 
 def config(path, *overrides):
@@ -76,7 +77,7 @@ def stream(cfg, *, world_size=1, start_step=0, num_steps=None):
     micro = cfg.micro_batch_size or per_rank
     ranks = []
     for rank in range(world_size):
-        loader, _ = build_loaders(cfg, rank=rank, world_size=world_size, start_step=start_step)
+        loader, _ = loaders_of(cfg, rank=rank, world_size=world_size, start_step=start_step)
         batches = list(itertools.islice(loader, None if num_steps is None else num_steps * per_rank // micro))
         assert {(len(images), len(labels)) for images, labels in batches} <= {(micro, micro)}
         images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
@@ -194,7 +195,7 @@ def test_every_epoch_has_every_image_once_in_an_order_of_its_own(coloured, batch
 
 def test_order_is_a_permutation_that_is_drawn_evenly(coloured):
     cfg = config(coloured, "global_batch_size=20", "num_train_steps=1000")
-    sampler = build_loaders(cfg, rank=0, world_size=1, start_step=0)[0].batch_sampler
+    sampler = loaders_of(cfg, rank=0, world_size=1, start_step=0)[0].batch_sampler
     orders = torch.tensor([[index for _, index in batch] for batch in sampler])  # one epoch a step
     counts = torch.stack([orders[:, place].bincount(minlength=20) for place in range(20)])
     # 400 cells of 1000 / 20 = 50 each; chi-square with 361 degrees of freedom: 361 +- 27
@@ -223,7 +224,7 @@ def test_resumed_stream_is_the_tail_of_the_straight_one(pictures, straight, star
 
 
 def test_nothing_is_left_to_read_after_the_last_step(pictures):
-    loader, _ = build_loaders(config(pictures), rank=0, world_size=1, start_step=STEPS)
+    loader, _ = loaders_of(config(pictures), rank=0, world_size=1, start_step=STEPS)
     assert len(loader) == len(list(loader)) == 0
 
 
@@ -239,7 +240,7 @@ def test_stream_may_be_stopped_and_resumed_twice_in_one_epoch(pictures, straight
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_number_of_batches_is_announced(pictures, world_size):
     cfg = config(pictures, "micro_batch_size=4")
-    loader, _ = build_loaders(cfg, rank=0, world_size=world_size, start_step=2)
+    loader, _ = loaders_of(cfg, rank=0, world_size=world_size, start_step=2)
     assert len(loader) == len(list(loader)) == (STEPS - 2) * 24 // 4 // world_size
 
 
@@ -311,7 +312,7 @@ def test_flips_and_crops_are_drawn_as_configured(tmp_path):
 
 @pytest.mark.parametrize("split", [0, 1], ids=["train", "val"])
 def test_reading_a_sample_leaves_the_global_generators_alone(pictures, split):
-    loader = build_loaders(config(pictures), rank=0, world_size=1, start_step=0)[split]
+    loader = loaders_of(config(pictures), rank=0, world_size=1, start_step=0)[split]
     keys = list(loader.batch_sampler)
     with rng_untouched():
         for key in keys[0]:
@@ -323,7 +324,7 @@ def test_reading_a_sample_leaves_the_global_generators_alone(pictures, split):
 def test_loading_leaves_the_global_generators_alone(pictures, split, num_workers):
     cfg = config(pictures, f"data.num_workers={num_workers}")
     with rng_untouched():
-        assert len(list(build_loaders(cfg, rank=0, world_size=1, start_step=0)[split])) > 0
+        assert len(list(loaders_of(cfg, rank=0, world_size=1, start_step=0)[split])) > 0
 
 
 # Validation
@@ -342,7 +343,7 @@ def test_validation_has_every_image_once_in_the_folders_order(coloured, world_si
     batch = [f"global_batch_size={world_size * batch_size * 2}", f"micro_batch_size={batch_size}"]
     cfg = config(coloured, *batch, f"data.num_workers={num_workers}")
     reference = list(zip(*coloured_reference(coloured, "val"), strict=True))
-    loaders = [build_loaders(cfg, rank=r, world_size=world_size, start_step=0)[1] for r in range(world_size)]
+    loaders = [loaders_of(cfg, rank=r, world_size=world_size, start_step=0)[1] for r in range(world_size)]
     for _ in range(2):  # persistent workers: the second evaluation is as the first
         ranks = [list(loader) for loader in loaders]
         assert {len(batches) for batches in ranks} == {len(loaders[0])} == {-(-11 // (world_size * batch_size))}
@@ -357,7 +358,7 @@ def test_validation_has_every_image_once_in_the_folders_order(coloured, world_si
 @pytest.mark.parametrize("seed", [0, 1])
 def test_validation_does_not_depend_on_the_seed_or_the_start(pictures, seed):
     val = [
-        list(build_loaders(config(pictures, f"seed={s}"), rank=0, world_size=1, start_step=k)[1])
+        list(loaders_of(config(pictures, f"seed={s}"), rank=0, world_size=1, start_step=k)[1])
         for s, k in ((0, 0), (seed, 5))
     ]
     for found, expected in zip(*val, strict=True):
@@ -401,7 +402,7 @@ def plain_scores(model, cfg):
 
 
 def evaluate(model, cfg, *, rank=0, world_size=1):
-    _, loader = build_loaders(cfg, rank=rank, world_size=world_size, start_step=0)
+    _, loader = loaders_of(cfg, rank=rank, world_size=world_size, start_step=0)
     device = torch.device("cpu")
     return trainer.evaluate(model, loader, trainer.Normalize(cfg, device), device=device)
 
@@ -460,7 +461,7 @@ def test_evaluation_leaves_the_global_generators_alone(pictures, num_workers):
 
 
 def test_evaluation_in_between_does_not_change_the_training_stream(pictures, straight):
-    train, val = build_loaders(config(pictures, "data.num_workers=1"), rank=0, world_size=1, start_step=0)
+    train, val = loaders_of(config(pictures, "data.num_workers=1"), rank=0, world_size=1, start_step=0)
     batches = []
     for step, batch in enumerate(train):
         batches.append(batch)
@@ -541,8 +542,8 @@ def test_class_without_validation_pictures_does_not_shift_labels(tmp_path, how):
     expected = [(file.removeprefix("val/"), class_to_idx[file[4]]) for file in val if file.endswith(".png")]
     assert relative(found.samples, f"{path}/val") == expected
     cfg = config(path, "global_batch_size=8")
-    imagenet_dataset.check(cfg)
-    labels = torch.cat([batch[1] for batch in build_loaders(cfg, rank=0, world_size=1, start_step=0)[1]])
+    imagenet_dataset.run_sizes(cfg, 1)
+    labels = torch.cat([batch[1] for batch in loaders_of(cfg, rank=0, world_size=1, start_step=0)[1]])
     assert labels[labels != PADDING].tolist() == [0, 2, 2, 3]
 
 
@@ -567,7 +568,7 @@ def test_class_without_validation_pictures_does_not_shift_labels(tmp_path, how):
 )
 def test_folder_that_cannot_be_used_is_refused_by_name(tmp_path, files, named):
     path = make(tmp_path / "data", files) if files else str(tmp_path / "data")
-    text = error_of(imagenet_dataset.check, config(path, "global_batch_size=1"))
+    text = error_of(imagenet_dataset.run_sizes, config(path, "global_batch_size=1"), 1)
     assert f"{path}/{named}" in text
     assert text.startswith(f"data.path={path}")
 
@@ -585,26 +586,26 @@ def test_data_in_the_working_folder_can_be_used(tmp_path, monkeypatch):
 
 
 def test_more_classes_than_the_model_has_are_refused(pictures):
-    text = error_of(imagenet_dataset.check, config(pictures, "model.num_classes=5"))
+    text = error_of(imagenet_dataset.run_sizes, config(pictures, "model.num_classes=5"), 1)
     assert "6 classes" in text
     assert "model.num_classes=5" in text
     assert "model.num_classes=6" in text  # the fix
-    imagenet_dataset.check(config(pictures, "model.num_classes=6"))
-    imagenet_dataset.check(config(pictures, "model.num_classes=100"))
+    imagenet_dataset.run_sizes(config(pictures, "model.num_classes=6"), 1)
+    imagenet_dataset.run_sizes(config(pictures, "model.num_classes=100"), 1)
 
 
 def test_data_set_smaller_than_a_batch_is_refused_with_both_sizes(pictures):
-    text = error_of(imagenet_dataset.check, config(pictures, "global_batch_size=61"))
+    text = error_of(imagenet_dataset.run_sizes, config(pictures, "global_batch_size=61"), 1)
     assert "global_batch_size=61" in text
     assert "60" in text.replace(str(pictures), "")
     assert str(pictures) in text
-    imagenet_dataset.check(config(pictures, "global_batch_size=60"))
+    imagenet_dataset.run_sizes(config(pictures, "global_batch_size=60"), 1)
 
 
 def test_run_of_less_than_one_step_is_refused(pictures):
     epochs = ["num_train_steps=null", "num_epochs=0.3"]
-    assert "num_epochs=0.3" in error_of(imagenet_dataset.check, config(pictures, *epochs))
-    imagenet_dataset.check(config(pictures, *epochs, "global_batch_size=18"))
+    assert "num_epochs=0.3" in error_of(imagenet_dataset.run_sizes, config(pictures, *epochs), 1)
+    imagenet_dataset.run_sizes(config(pictures, *epochs, "global_batch_size=18"), 1)
 
 
 # Pictures
@@ -624,7 +625,7 @@ def test_unreadable_picture_is_named(tmp_path, split, damage, num_workers):
     bad.write_bytes({"empty": b"", "cut": whole[: len(whole) // 2], "text": b"<html>404</html>"}[damage])
     cfg = config(tmp_path, "global_batch_size=3", "num_train_steps=1", f"data.num_workers={num_workers}")
     with pytest.raises(OSError, match=str(bad)):
-        list(build_loaders(cfg, rank=0, world_size=1, start_step=0)[split])
+        list(loaders_of(cfg, rank=0, world_size=1, start_step=0)[split])
 
 
 def _one_colour(mode):
@@ -669,7 +670,7 @@ def test_every_kind_of_picture_comes_out_with_the_models_channels(tmp_path, mode
     cfg = config(tmp_path, f"model.in_chans={in_chans}", "global_batch_size=1")
     grey = 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2]
     expected = torch.tensor([grey] if in_chans == 1 else rgb)
-    for loader in build_loaders(cfg, rank=0, world_size=1, start_step=0):
+    for loader in loaders_of(cfg, rank=0, world_size=1, start_step=0):
         images, _ = next(iter(loader))
         assert images.dtype == torch.uint8
         assert images.shape == (1, in_chans, 16, 16)
@@ -727,9 +728,9 @@ def synthetic(*overrides):
 @pytest.mark.parametrize("model", [[], ["model.in_chans=1"], ["model.img_size=[24,16]"], ["model.num_classes=100"]])
 def test_synthetic_pictures_are_noise_with_labels_in_range(model):
     cfg = synthetic(*model)
-    imagenet_dataset.check(cfg)
+    imagenet_dataset.run_sizes(cfg, 1)
     height, width = schema.pair(cfg.model.img_size)
-    for loader, labelled in zip(build_loaders(cfg, rank=0, world_size=1, start_step=0), (8 * 24, 23), strict=True):
+    for loader, labelled in zip(loaders_of(cfg, rank=0, world_size=1, start_step=0), (8 * 24, 23), strict=True):
         images, labels = (torch.cat(part) for part in zip(*loader, strict=True))
         assert images.dtype == torch.uint8
         assert images.shape[1:] == (cfg.model.in_chans, height, width)
@@ -751,7 +752,7 @@ def test_synthetic_stream_is_deterministic(world_size, num_workers, start_step):
 
 
 def test_synthetic_data_smaller_than_a_batch_are_refused():
-    text = error_of(imagenet_dataset.check, synthetic("global_batch_size=301"))
+    text = error_of(imagenet_dataset.run_sizes, synthetic("global_batch_size=301"), 1)
     assert "300" in text
     assert "global_batch_size=301" in text
     assert "num_synthetic_train" in text
@@ -903,7 +904,7 @@ def torch_rates(cfg, length, steps):
 def test_rate_is_torchs_warmup_and_cosine(pictures, steps, warmup, length, min_lr):
     schedule = [f"lr_scheduler.num_warmup_steps={warmup}", f"lr_scheduler.num_training_steps={length or 'null'}"]
     cfg = config(pictures, f"num_train_steps={steps}", f"lr_scheduler.min_lr={min_lr}", *schedule)
-    rates = [lr_at(step, cfg) for step in range(1, steps + 1)]
+    rates = [rate_at(step, cfg) for step in range(1, steps + 1)]
     assert rates == pytest.approx(torch_rates(cfg, length or steps, steps), rel=1e-9, abs=1e-15)
     assert max(rates) <= 1e-3 * (1 + 1e-12)
     if warmup > steps:
@@ -916,7 +917,7 @@ def test_rate_is_torchs_warmup_and_cosine(pictures, steps, warmup, length, min_l
 def test_constant_rate_stays_at_the_peak_after_its_warmup(pictures, warmup):
     schedule = ["lr_scheduler.name=constant", f"lr_scheduler.num_warmup_steps={warmup}"]
     cfg = config(pictures, "num_train_steps=20", *schedule)
-    rates = [lr_at(step, cfg) for step in range(1, 21)]
+    rates = [rate_at(step, cfg) for step in range(1, 21)]
     assert rates == pytest.approx(torch_rates(cfg, 20, 20), rel=1e-9)
     assert rates == pytest.approx([1e-3 * min(1, step / max(warmup, 1)) for step in range(1, 21)], rel=1e-12)
 
@@ -924,19 +925,19 @@ def test_constant_rate_stays_at_the_peak_after_its_warmup(pictures, warmup):
 def test_rate_stays_at_its_minimum_past_the_end_of_the_schedule(pictures):
     schedule = ["lr_scheduler.num_training_steps=20", "lr_scheduler.min_lr=1e-5"]
     cfg = config(pictures, "num_train_steps=30", *schedule)
-    assert [lr_at(step, cfg) for step in range(20, 31)] == [1e-5] * 11
-    assert lr_at(19, cfg) > 1e-5
+    assert [rate_at(step, cfg) for step in range(20, 31)] == [1e-5] * 11
+    assert rate_at(19, cfg) > 1e-5
 
 
 def test_run_cut_short_keeps_the_whole_runs_schedule(pictures):
     whole = config(pictures, "num_train_steps=100")
     part = config(pictures, "num_train_steps=30", "lr_scheduler.num_training_steps=100")
-    assert [lr_at(step, part) for step in range(1, 31)] == [lr_at(step, whole) for step in range(1, 31)]
+    assert [rate_at(step, part) for step in range(1, 31)] == [rate_at(step, whole) for step in range(1, 31)]
 
 
 def test_length_of_the_schedule_follows_from_the_epochs(pictures):
     cfg = config(pictures, "num_train_steps=null", "num_epochs=4", "lr_scheduler.min_lr=1e-6")
-    assert num_train_steps(cfg) == 10  # 4 x 60 / 24
+    assert run_sizes(cfg, 1).num_train_steps == 10  # 4 x 60 / 24
     as_steps = dataclasses.replace(cfg, num_train_steps=10, num_epochs=None)
-    assert [lr_at(step, cfg) for step in range(1, 11)] == [lr_at(step, as_steps) for step in range(1, 11)]
-    assert lr_at(10, cfg) == 1e-6
+    assert [rate_at(step, cfg) for step in range(1, 11)] == [rate_at(step, as_steps) for step in range(1, 11)]
+    assert rate_at(10, cfg) == 1e-6

@@ -3,7 +3,7 @@
 What is expected is known when the file is made, or comes from Pillow.
 """
 
-import schema
+import launch
 
 import dataclasses
 import functools
@@ -16,12 +16,14 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, launch, make_pictures, read_metrics, run_tasks
+from conftest import ROOT, TINY, loaders_of, make_pictures, read_metrics, run_command, run_tasks
 from PIL import Image, ImageOps
 
-import decode
 import imagenet_dataset
-from imagenet_dataset import PADDING, build_loaders
+import schema
+from imagenet_dataset import PADDING
+from input_pipeline import decode
+from runtime import seeding
 
 DECODERS = ("pillow", "torchvision")
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def config(path, *overrides):
     """L0_sanity on the pictures at `path`, 16 x 16 pixels."""
     base = [*TINY, "data.path=unused", "data.num_workers=0", "data.crop_scale=[0.3,1]", "data.crop_ratio=[0.75,1.25]"]
-    cfg = schema.load_config("L0_sanity", [*base, *overrides], script="train_ddp")
+    cfg = launch.load_config("L0_sanity", [*base, *overrides], script="train_ddp")
     return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path=str(path)))
 
 
@@ -157,7 +159,7 @@ def test_exif_orientation_is_applied_by_a_switch_that_all_share(tmp_path, orient
         ratio = shown.width / shown.height
         whole = ["data.crop_scale=[1,1]", f"data.crop_ratio=[{ratio},{ratio}]", "data.hflip=0", "data.crop_pct=1.0"]
         whole += ["global_batch_size=1", "num_train_steps=1", "model.in_chans=3"]
-        for loader in build_loaders(config(tmp_path, *options, *whole), rank=0, world_size=1, start_step=0):
+        for loader in loaders_of(config(tmp_path, *options, *whole), rank=0, world_size=1, start_step=0):
             (corner,) = next(iter(loader))[0][:, :, 1, 1]
             assert (corner.int() - torch.tensor(shown.getpixel((2, 2)))).abs().max() <= 12
 
@@ -228,7 +230,7 @@ def test_training_pixels_are_pillows_to_within_two(tmp_path, interpolation):
     for number, index in itertools.product(range(4), range(6)):
         found, _, _ = dataset[number, index]
         image = Image.open(dataset.pictures.name(index))
-        with imagenet_dataset.seeded(cfg.seed, number):
+        with seeding.sample(cfg.seed, number):
             top, left, height, width = imagenet_dataset.crop_box(image, cfg.data)
         cut = image.crop((left, top, left + width, top + height))
         want = cut.resize((64, 64), Image.Resampling[interpolation.upper()])
@@ -244,7 +246,7 @@ def test_absurd_shapes_have_pixels_too(tmp_path, size):
         (tmp_path / split / "a").mkdir(parents=True)
         Image.new("RGB", size, (200, 100, 50)).save(tmp_path / split / "a/x.png")
     cfg = config(tmp_path, "global_batch_size=1", "num_train_steps=1", "model.in_chans=3")
-    for loader in build_loaders(cfg, rank=0, world_size=1, start_step=0):
+    for loader in loaders_of(cfg, rank=0, world_size=1, start_step=0):
         (image,) = next(iter(loader))[0]
         assert (image.int() - torch.tensor([200, 100, 50])[:, None, None]).abs().max() <= 2
     bounded = decode.bounded(Image.new("RGB", size))
@@ -276,7 +278,7 @@ def spoilt(tmp_path_factory):
 
 def batches(cfg, split, *, rank=0, world_size=1):
     """All images and labels of a loader."""
-    loader = build_loaders(cfg, rank=rank, world_size=world_size, start_step=0)[split]
+    loader = loaders_of(cfg, rank=rank, world_size=world_size, start_step=0)[split]
     images, labels = zip(*loader, strict=True)
     return torch.cat(images), torch.cat(labels)
 
@@ -293,7 +295,7 @@ def test_skipping_replaces_by_the_next_picture_whatever_reads(spoilt):
         assert torch.equal(images, again[0])
         assert torch.equal(labels, again[1])
     found = imagenet_dataset.scan(str(folder), "train")
-    loader = build_loaders(cfg, rank=0, world_size=1, start_step=0)[0]
+    loader = loaders_of(cfg, rank=0, world_size=1, start_step=0)[0]
     keys = [key for batch in loader.batch_sampler for key in batch]
     assert len(keys) == len(images) == 8 * cfg.global_batch_size
     names = [found.name(i) for i in range(len(found))]
@@ -351,7 +353,7 @@ def test_policies_under_two_processes(spoilt, tmp_path, nproc):
     assert read_metrics(tmp_path / "skip")[6]["val/images"] == 22
     output = (tmp_path / "tasks/output.txt").read_text()
     assert all(str(path) in output for path in bad)
-    done = launch([ROOT / "train_ddp.py", *base, f"output_dir={tmp_path}/raise"], nproc=nproc, timeout=100)
+    done = run_command([ROOT / "train_ddp.py", *base, f"output_dir={tmp_path}/raise"], nproc=nproc, timeout=100)
     assert done.returncode != 0
     assert any(f"cannot read {path}: " in done.stderr for path in bad)
     assert json.loads((tmp_path / "raise/status.json").read_text())["state"] in ("failed", "running")
@@ -360,16 +362,16 @@ def test_policies_under_two_processes(spoilt, tmp_path, nproc):
 def test_repeated_augmentation_repeats_within_the_batch(pictures):
     """Each image three times, a third of a batch apart, differently cut; over three epochs each image three times."""
     cfg = config(pictures, "data.repeated_augmentation=3", "num_train_steps=null", "num_epochs=6")
-    keys = list(build_loaders(cfg, rank=0, world_size=1, start_step=0)[0].batch_sampler)
+    keys = list(loaders_of(cfg, rank=0, world_size=1, start_step=0)[0].batch_sampler)
     assert len(keys) == 6 * 60 // 24
     for batch in keys:
         indices = [index for _, index in batch]
         assert indices[:8] == indices[8:16] == indices[16:]
     stream = [index for batch in keys for _, index in batch[:8]]
     assert sorted(stream[:60]) == sorted(stream[60:120]) == list(range(60))
-    images, _ = next(iter(build_loaders(cfg, rank=0, world_size=1, start_step=0)[0]))
+    images, _ = next(iter(loaders_of(cfg, rank=0, world_size=1, start_step=0)[0]))
     assert not torch.equal(images[:8], images[8:16])
-    halves = [list(build_loaders(cfg, rank=rank, world_size=2, start_step=0)[0].batch_sampler) for rank in (0, 1)]
+    halves = [list(loaders_of(cfg, rank=rank, world_size=2, start_step=0)[0].batch_sampler) for rank in (0, 1)]
     assert [a + b for a, b in zip(*halves, strict=True)] == keys
     with pytest.raises(schema.ConfigError, match=r"global_batch_size=24 .* data.repeated_augmentation=5"):
         config(pictures, "data.repeated_augmentation=5")
@@ -379,7 +381,7 @@ def test_nvjpeg_is_refused_where_it_cannot_be():
     cfg = config("unused", "data.decoder=nvjpeg")
     if not torch.cuda.is_available():
         with pytest.raises(schema.ConfigError, match=r"data.decoder=nvjpeg needs a CUDA GPU"):
-            schema.check_script(cfg, "train_ddp", 1)
+            launch.check_script(cfg, "train_ddp", 1)
     with pytest.raises(schema.ConfigError, match=r"data.on_error=skip with data.decoder=nvjpeg"):
         config("unused", "data.decoder=nvjpeg", "data.on_error=skip")
     for augmentation in ("vflip=0.5", "auto_augment=3a", "color_jitter=[0.3,0.3,0.3]", "random_erasing=0.25"):

@@ -1,6 +1,6 @@
 """Lists of pictures: kept, made again when a folder changes, the same whoever asks; labels of a flat val folder."""
 
-import schema
+import launch  # noqa: F401  (before torch)
 
 import itertools
 import os
@@ -12,10 +12,11 @@ import pytest
 from conftest import ROOT
 from torchvision.datasets import ImageFolder
 
-import folders
-from folders import scan
+import schema
+from input_pipeline import image_folders
+from input_pipeline.image_folders import scan
 
-LIST = "import folders, sys; f = folders.scan(sys.argv[1], 'train'); print(len(f), f.name(len(f) - 1))"
+LIST = "import folders, sys; f = image_folders.scan(sys.argv[1], 'train'); print(len(f), f.name(len(f) - 1))"
 
 
 @pytest.fixture
@@ -48,8 +49,8 @@ def fresh(root, split="train"):
 @pytest.fixture
 def listings(monkeypatch):
     """Counts how often folders are read."""
-    seen, real = [], folders._list
-    monkeypatch.setattr(folders, "_list", lambda *args: seen.append(args[0]) or real(*args))
+    seen, real = [], image_folders._list
+    monkeypatch.setattr(image_folders, "_list", lambda *args: seen.append(args[0]) or real(*args))
     return seen
 
 
@@ -132,7 +133,7 @@ def test_processes_of_a_machine_make_it_once(tree):
         (tree / f"train/a/many{i}.jpg").touch()
     age(tree)
     slow = "lambda *a: print('listing') or time.sleep(1.5) or real(*a)"  # so that all are there at the same time
-    spy = f"import folders, time; real = folders._list; folders._list = {slow}; {LIST}"
+    spy = f"import folders, time; real = image_folders._list; image_folders._list = {slow}; {LIST}"
     running = [
         subprocess.Popen([sys.executable, "-c", spy, tree], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for _ in range(3)

@@ -6,7 +6,7 @@ pytest -m multi_gpu  two GPUs
 Two starts of processes for each number of GPUs: the second goes on, from scratch, with what the first has saved.
 """
 
-import schema  # noqa: F401  (before torch)
+import launch  # noqa: F401  (before torch)
 
 import json
 

@@ -4,7 +4,7 @@ pytest -m gpu        one GPU
 pytest -m multi_gpu  two GPUs
 """
 
-import schema
+import launch
 
 import itertools
 import json
@@ -14,8 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ON_GPU, SCRIPTS, TINY, column, run_tasks, started_once, weights
 
-import distributed
-from vit import VisionTransformer, record_graphs
+from modeling import record_graphs
+from runtime import process_group
+from vit import VisionTransformer
 
 EMA = ["ema.decay=0.8", "evaluation.best_metric=val/ema_top1"]
 SGD = ["optimizer.name=sgd", "optimizer.betas=null", "optimizer.eps=null", "optimizer.momentum=0.9"]
@@ -224,7 +225,7 @@ def test_fused_adamw_moves_every_tensor_as_torchs_does(runs, nproc, script):
     start, final = weights(folder, "init-train_ddp"), weights(folder, f"hot-{script}")
     gradients = torch.load(folder / f"hot-{script}/gradients.pt")
     names = json.loads((folder / f"hot-{script}/names.json").read_text())
-    cfg = schema.load_config("L0_sanity", ["output_dir=unused", *TINY, *ON_GPU])
+    cfg = launch.load_config("L0_sanity", ["output_dir=unused", *TINY, *ON_GPU])
     norm = torch.cat([g.flatten().double() for g in gradients]).norm()
     for name, gradient in zip(names, gradients, strict=True):
         parameter = torch.nn.Parameter(start[name].clone())
@@ -343,7 +344,7 @@ def test_replicas_of_a_sharded_group(runs, name):
 @pytest.mark.parametrize("tokens", [64, 197, 576])
 def test_attention_has_gradients_where_all_logits_are_far_below_zero(tokens):
     """As a key bias leaves them, which moves all logits of a query and has no gradient but rounding."""
-    distributed.set_kernels(schema.load_config("L0_sanity", ["precision=bf16"]))
+    process_group.set_kernels(launch.load_config("L0_sanity", ["precision=bf16"]))
     query, key, value = (0.1 * torch.randn(64, 8, tokens, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     query[..., 0], key[..., 0] = 1.0, -120 * 8
     tensors = [t.requires_grad_() for t in (query, key, value)]
@@ -354,7 +355,7 @@ def test_attention_has_gradients_where_all_logits_are_far_below_zero(tokens):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_graphs_draw_anew_and_evaluate_any_batch():
-    cfg = schema.load_config("L0_sanity", [*ON_GPU[:-2], "model.drop_path_rate=0.5", "model.in_chans=3"])
+    cfg = launch.load_config("L0_sanity", [*ON_GPU[:-2], "model.drop_path_rate=0.5", "model.in_chans=3"])
     device = torch.device("cuda")
     with device:
         plain, recorded, images = VisionTransformer(cfg.model), VisionTransformer(cfg.model), torch.rand(48, 3, 32, 32)

@@ -3,7 +3,7 @@
 pytest -m gpu
 """
 
-import schema
+import launch
 
 import dataclasses
 import itertools
@@ -11,10 +11,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import ON_GPU, TINY, column, run_tasks
+from conftest import ON_GPU, TINY, column, loaders_of, run_tasks
 from PIL import Image
-
-from imagenet_dataset import build_loaders
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -44,9 +42,9 @@ def photos(tmp_path_factory):
 def batches(root, *overrides):
     base = [*TINY, *ON_GPU, "data.path=unused", "data.num_workers=2", "global_batch_size=36", "model.img_size=224"]
     base += ["num_train_steps=4", "model.patch_size=16", "data.interpolation=bicubic", *overrides]
-    cfg = schema.load_config("L0_sanity", base, script="train_ddp")
+    cfg = launch.load_config("L0_sanity", base, script="train_ddp")
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path=str(root)))
-    images, labels = zip(*build_loaders(cfg, rank=0, world_size=1, start_step=0)[0], strict=True)
+    images, labels = zip(*loaders_of(cfg, rank=0, world_size=1, start_step=0)[0], strict=True)
     return torch.cat([i.cpu() for i in images]), torch.cat([label.cpu() for label in labels])
 
 

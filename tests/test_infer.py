@@ -3,7 +3,7 @@
 References: the run's own evaluation, timm.
 """
 
-import schema
+import launch  # noqa: F401  (before torch)
 
 import json
 import shutil
@@ -11,18 +11,19 @@ import shutil
 import pytest
 import timm
 import torch
-from conftest import ROOT, TINY, launch, read_metrics
+from conftest import ROOT, TINY, read_metrics, run_command
 from PIL import Image
 
 import evaluate
 import infer
+import schema
 
 
 @pytest.fixture(scope="module")
 def run(pictures, tmp_path_factory):
     """A run of six steps on `pictures`; its folder."""
     folder = tmp_path_factory.mktemp("run")
-    done = launch(
+    done = run_command(
         [ROOT / "train_ddp.py", *TINY, f"data.path={pictures}", f"output_dir={folder}", "evaluation.every_n_steps=6"]
     )
     assert done.returncode == 0, done.stderr[-2000:]
@@ -41,7 +42,7 @@ def test_evaluation_is_the_runs_own(run, pictures, tmp_path, capsys):
             evaluate.main(arguments)
             printed = capsys.readouterr().out
         else:
-            done = launch([ROOT / "tools/evaluate.py", *arguments], nproc=nproc)
+            done = run_command([ROOT / "tools/evaluate.py", *arguments], nproc=nproc)
             assert done.returncode == 0, done.stderr[-2000:]
             printed = done.stdout
         found = json.loads(output.read_text())
@@ -130,7 +131,7 @@ def test_the_readmes_commands_work_as_printed(tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     for _, script, *arguments in commands:
         short = ["num_train_steps=2", "lr_scheduler.num_warmup_steps=1"] if script == "train_ddp.py" else []
-        done = launch([script, *arguments, *short], cwd=tmp_path)
+        done = run_command([script, *arguments, *short], cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]
     answers = json.loads((tmp_path / "answers.json").read_text())
     assert len(answers) == 50

@@ -1,6 +1,6 @@
 """What a user sees: starting, failing, logging, folders. Real processes, started as from a shell."""
 
-import schema  # noqa: F401  (before torch)
+import launch  # noqa: F401  (before torch)
 
 import json
 import os
@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, launch, read_metrics
+from conftest import ROOT, read_metrics, run_command
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +22,8 @@ def piped(pictures, tmp_path_factory):
     home = tmp_path_factory.mktemp("elsewhere")
     (home / "tiny").symlink_to(pictures)
     overrides = [*TINY, "data.path=./tiny", "output_dir=out", "evaluation.every_n_steps=3"]
-    first = launch([ROOT / "train_ddp.py", *overrides, "num_train_steps=3"], nproc=2, cwd=home)
-    second = launch([ROOT / "train_ddp.py", *overrides], nproc=2, cwd=home)
+    first = run_command([ROOT / "train_ddp.py", *overrides, "num_train_steps=3"], nproc=2, cwd=home)
+    second = run_command([ROOT / "train_ddp.py", *overrides], nproc=2, cwd=home)
     return home, first, second
 
 
@@ -102,7 +102,7 @@ def test_a_second_live_run_is_refused_and_the_first_goes_on(tiny, tmp_path):
             assert time.monotonic() < deadline
             assert first.poll() is None
             time.sleep(0.2)
-        second = launch(["train_fsdp2.py", *tiny])
+        second = run_command(["train_fsdp2.py", *tiny])
         assert second.returncode == 2
         assert f"output_dir={tmp_path / 'run'} is in use by a live run (process {first.pid}" in second.stderr
         assert second.stderr.count("\n") == 1
@@ -111,14 +111,14 @@ def test_a_second_live_run_is_refused_and_the_first_goes_on(tiny, tmp_path):
     finally:
         first.kill()
         first.wait()
-    assert launch(["train_fsdp2.py", *tiny, "num_train_steps=2"]).returncode == 0
+    assert run_command(["train_fsdp2.py", *tiny, "num_train_steps=2"]).returncode == 0
 
 
 def test_one_ranks_failure_ends_all_quickly_with_its_own_message(tiny, tmp_path):
     """X04: rank 0 alone finds that the folder for checkpoints is a file, before the process group is there."""
     (tmp_path / "file").write_text("not a folder")
     start = time.monotonic()
-    done = launch(["train_fsdp2.py", *tiny, f"checkpoint.ckpt_dir={tmp_path / 'file'}"], nproc=2)
+    done = run_command(["train_fsdp2.py", *tiny, f"checkpoint.ckpt_dir={tmp_path / 'file'}"], nproc=2)
     assert done.returncode != 0
     assert time.monotonic() - start < 60
     errors = re.findall(r"^error: checkpoint.ckpt_dir=\S*/file cannot be written to \(.*\):", done.stderr, re.MULTILINE)
@@ -126,7 +126,7 @@ def test_one_ranks_failure_ends_all_quickly_with_its_own_message(tiny, tmp_path)
 
 
 def test_a_non_finite_loss_is_one_line(tiny):
-    done = launch(["train_ddp.py", *tiny, "optimizer.lr=1e30"])
+    done = run_command(["train_ddp.py", *tiny, "optimizer.lr=1e30"])
     assert done.returncode == 1
     assert len(re.findall("^error: .*not finite at step 2", done.stderr, re.MULTILINE)) == 1
     assert "Traceback" not in done.stderr

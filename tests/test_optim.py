@@ -3,7 +3,7 @@
 What needs several processes runs in one set of two; a loop of torch's own in this process is what it must equal.
 """
 
-import schema
+import launch
 
 import copy
 import json
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from conftest import TINY, assert_same, column, read_metrics, run_tasks, started_once, weights
+from conftest import TINY, assert_same, column, loaders_of, rate_at, read_metrics, run_tasks, started_once, weights
 from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from timm.optim import Lamb as TimmLamb
@@ -25,11 +25,12 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, load
 from transformers import ViTForImageClassification
 
-import imagenet_dataset
-from ema import Ema
-from optim import Lamb, Muon, lr_at, param_groups
-from vit import VisionTransformer, build_model
-from weights import export_hugging_face, export_timm, read
+import schema
+from interop.weights_in import read
+from interop.weights_out import export_hugging_face, export_timm
+from modeling import build_model
+from optim import Ema, Lamb, Muon, param_groups
+from vit import VisionTransformer
 
 SCRIPTS = ("train_ddp", "train_fsdp2")
 SGD = ["optimizer.name=sgd", "optimizer.betas=null", "optimizer.eps=null", "optimizer.momentum=0.9"]
@@ -44,7 +45,7 @@ HALF = ["num_train_steps=3", "lr_scheduler.num_training_steps=6"]
 
 
 def load_config(*overrides):
-    return schema.load_config("L0_sanity", [*TINY, "output_dir=unused", *overrides], script="train_ddp")
+    return launch.load_config("L0_sanity", [*TINY, "output_dir=unused", *overrides], script="train_ddp")
 
 
 # In this process
@@ -169,8 +170,8 @@ def test_rate_is_timms(name, warmup, start):
     scheduler = kind(optimizer, t_initial=100 - warmup, lr_min=1e-5, **options, **more)
     for step in range(1, 101):
         scheduler.step(step)
-        assert lr_at(step, cfg) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9), step
-    assert lr_at(100, cfg) == pytest.approx(1e-5)
+        assert rate_at(step, cfg) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9), step
+    assert rate_at(100, cfg) == pytest.approx(1e-5)
 
 
 @pytest.mark.parametrize("warmup", [0, 20])
@@ -184,8 +185,8 @@ def test_rsqrt_and_its_cooldown_are_big_visions(warmup):
         if step >= warmup:
             expected /= math.sqrt(1 + (step - warmup) / 30)
         expected *= min(1, (200 - step) / 50)
-        assert lr_at(step, cfg) == pytest.approx(expected, rel=1e-12)
-    assert lr_at(200, cfg) == lr_at(300, cfg) == 0
+        assert rate_at(step, cfg) == pytest.approx(expected, rel=1e-12)
+    assert rate_at(200, cfg) == rate_at(300, cfg) == 0
 
 
 def test_constant_cools_down_to_its_minimum():
@@ -193,8 +194,8 @@ def test_constant_cools_down_to_its_minimum():
         *("num_train_steps=20", "lr_scheduler.name=constant", "lr_scheduler.num_warmup_steps=0"),
         *("lr_scheduler.num_cooldown_steps=10", "lr_scheduler.min_lr=1e-4"),
     )
-    assert [lr_at(step, cfg) for step in (1, 10)] == [1e-3, 1e-3]
-    assert [lr_at(step, cfg) for step in (15, 20)] == pytest.approx([5.5e-4, 1e-4])
+    assert [rate_at(step, cfg) for step in (1, 10)] == [1e-3, 1e-3]
+    assert [rate_at(step, cfg) for step in (15, 20)] == pytest.approx([5.5e-4, 1e-4])
 
 
 @pytest.mark.parametrize("use_warmup", [False, True])
@@ -304,7 +305,7 @@ def torch_loop(pictures, name, *, ema=False):
         else:
             optimizer = TimmLamb(groups, lr=options.lr, betas=(0.9, 0.999), eps=1e-8, max_grad_norm=None)
     average = ModelEmaV3(model, 0.8, use_warmup=True, warmup_power=2 / 3)
-    train, val = imagenet_dataset.build_loaders(cfg, rank=0, world_size=1, start_step=0)
+    train, val = loaders_of(cfg, rank=0, world_size=1, start_step=0)
 
     def loss_of(model, images, labels, smoothing=0.0):
         return F.cross_entropy(model((images / 255 - 0.286) / 0.353), labels, label_smoothing=smoothing)
@@ -315,7 +316,7 @@ def torch_loop(pictures, name, *, ema=False):
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(step, cfg) * group.get("lr_scale", 1.0)
+            group["lr"] = rate_at(step, cfg) * group.get("lr_scale", 1.0)
         optimizer.step()
         optimizer.zero_grad()
         average.update(model, step)

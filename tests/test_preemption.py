@@ -1,6 +1,6 @@
 """A run that is asked to stop: real signals to real ranks. All of signal x target x phase: preemption_matrix.py."""
 
-import schema
+import launch
 
 import contextlib
 import json
@@ -16,10 +16,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ON_GPU, ROOT, TINY, assert_same, column, launch, read_metrics, run_tasks, started_once, weights
+from conftest import (
+    ON_GPU,
+    ROOT,
+    TINY,
+    assert_same,
+    column,
+    read_metrics,
+    run_command,
+    run_tasks,
+    started_once,
+    weights,
+)
 
-import preemption
-from distributed import dist_session
+from runtime import preemption
+from runtime.process_group import dist_session
 
 SCRIPTS = ("train_ddp", "train_fsdp2")
 RAN = ("train/loss", "train/grad_norm", "train/lr", "val/loss", "val/top1", "val/top5")
@@ -106,7 +117,7 @@ def test_stopped_and_resumed_is_straight(lives, place, script):
 def test_handlers_are_put_back_and_nothing_is_noted(tiny, tmp_path):
     """A process that trains and goes on (a notebook, a test) gets its own handlers back."""
     before = [signal.getsignal(number) for number in preemption.SIGNALS]
-    cfg = schema.load_config("L0_sanity", tiny)
+    cfg = launch.load_config("L0_sanity", tiny)
     for state in ("preempted", "finished"):
         with dist_session(cfg) as session:
             assert not session.stop.agreed()
@@ -144,7 +155,7 @@ def test_signals_from_the_first_line_on(pictures, tmp_path):
     overrides = [*TINY, f"data.path={pictures}", f"output_dir={tmp_path / 'run'}", "data.num_workers=1"]
     process = subprocess.Popen([sys.executable, "train_ddp.py", *overrides], cwd=ROOT, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
-    # Bit 9 of the caught signals is SIGUSR1: schema.py listens.
+    # Bit 9 of the caught signals is SIGUSR1: launch.py listens.
     while not int(Path(f"/proc/{process.pid}/status").read_text().split("SigCgt:")[1].split()[0], 16) >> 9 & 1:
         assert time.monotonic() < deadline
         assert process.poll() is None
@@ -186,7 +197,7 @@ def straight(pictures, tmp_path_factory):
 
     def start(script):
         folder = tmp_path_factory.mktemp(script)
-        done = launch([f"{script}.py", *long_run(pictures, folder)], nproc=2)
+        done = run_command([f"{script}.py", *long_run(pictures, folder)], nproc=2)
         assert done.returncode == 0, done.stderr
         return folder
 

@@ -1,6 +1,6 @@
 """Each primary config, shrunk, takes two steps, evaluates, saves and exports: one set of processes for all."""
 
-import schema
+import launch
 
 import math
 
@@ -8,6 +8,8 @@ import pytest
 import timm
 import torch
 from conftest import ROOT, TINY, read_metrics, run_tasks, started_once
+
+import schema
 
 SECOND = {  # configs that begin with what another one left
     "cifar10_vit_48": "cifar10_vit",
@@ -60,7 +62,7 @@ def test_two_steps(runs, name):
         assert "error" not in rank, rank["error"]
         assert rank["metrics"]["train/loss"] > 0
     steps = read_metrics(folder / name)
-    cfg = schema.load_config(name, [*SHRUNK, "data.path=unused", f"output_dir={folder / name}"])
+    cfg = launch.load_config(name, [*SHRUNK, "data.path=unused", f"output_dir={folder / name}"])
     assert sorted(steps) == [1, 2]
     assert all(math.isfinite(steps[step]["train/loss"]) for step in steps)
     assert steps[2]["val/images"] == 23

@@ -1,18 +1,18 @@
 """Pictures kept in the device's memory, against the loader's own path: the same draws, pixels alike up to rounding."""
 
-import schema
+import launch
 
 import functools
 import multiprocessing
 
 import pytest
 import torch
+from conftest import loaders_of
 from PIL import Image
 from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP
 from torchvision.transforms import functional as F
 
-from imagenet_dataset import build_loaders
-from resident import KINDS, DeviceAugment, Plans, _recorded
+from input_pipeline.device_cache import KINDS, AugmentationPlans, DeviceAugment, _recorded
 
 BASE = ["num_epochs=null", "num_train_steps=3", "global_batch_size=32", "compile=false", "data.num_workers=0"]
 BASE += ["data.crop_scale=[0.3,1.0]", "output_dir=unused"]
@@ -45,7 +45,7 @@ def small(tmp_path_factory):
 
 @functools.cache
 def config(path, *overrides):
-    return schema.load_config("cifar10_vit", [*BASE, f"data.path={path}", *overrides])
+    return launch.load_config("cifar10_vit", [*BASE, f"data.path={path}", *overrides])
 
 
 def batches(path, *overrides, **place):
@@ -53,7 +53,7 @@ def batches(path, *overrides, **place):
     both = []
     for way in ("true", "false"):
         cfg = config(path, f"data.resident={way}", *overrides)
-        loader, _ = build_loaders(cfg, **ALONE | place)
+        loader, _ = loaders_of(cfg, **ALONE | place)
         images, labels = zip(*loader, strict=True)
         both.append((torch.cat(images).cpu(), torch.cat(labels)))
     return both
@@ -108,7 +108,7 @@ ARGUMENTS = {
 def test_operations_are_pillows(small, name, channels, interpolation):
     grey = ["model.in_chans=1", "data.mean=[0.4]", "data.std=[0.2]"] if channels == 1 else []
     cfg = config(small, "data.resident=true", f"data.interpolation={interpolation}", "model.img_size=[28,40]", *grey)
-    plans = Plans(FakePixels(channels), cfg)
+    plans = AugmentationPlans(FakePixels(channels), cfg)
     kind, arguments = _recorded(name, (28, 40))
     plans.kinds = [kind]
     device = DeviceAugment(plans, cfg, torch.device("cpu"))
@@ -168,7 +168,7 @@ def test_neither_ranks_nor_workers_nor_a_resume_change_an_image(small):
 @pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "3a"])
 def test_every_layer_of_operations_meets_the_same_layout(small, policy):
     """Crops and results of operations have one: compiled, that is one graph."""
-    loader, _ = build_loaders(config(small, "data.resident=true", f"data.auto_augment={policy}"), **ALONE)
+    loader, _ = loaders_of(config(small, "data.resident=true", f"data.auto_augment={policy}"), **ALONE)
     layouts = []
     layer = loader.augment.layer
     loader.augment.layer = lambda images, op: layouts.append(images.stride()) or layer(images, op)
@@ -178,15 +178,15 @@ def test_every_layer_of_operations_meets_the_same_layout(small, policy):
 
 
 def test_processes_that_read_the_pictures_end_with_it(small):
-    loader, _ = build_loaders(config(small, "data.resident=true", "data.num_workers=2"), **ALONE)
+    loader, _ = loaders_of(config(small, "data.resident=true", "data.num_workers=2"), **ALONE)
     batches = iter(loader)
     next(batches)
     assert len(multiprocessing.active_children()) == 2  # those that draw
 
 
 def test_validation_reads_once_and_gives_what_the_loader_gives(small):
-    _, plain = build_loaders(config(small), **ALONE)
-    _, kept = build_loaders(config(small, "data.resident=true", "data.num_workers=2"), **ALONE)
+    _, plain = loaders_of(config(small), **ALONE)
+    _, kept = loaders_of(config(small, "data.resident=true", "data.num_workers=2"), **ALONE)
     partly = iter(kept)
     next(partly)  # broken off
     del partly

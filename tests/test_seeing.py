@@ -3,7 +3,7 @@
 One set of two processes runs everything that needs a run; the rest are functions with files of their own.
 """
 
-import schema
+import launch
 
 import contextlib
 import functools
@@ -25,18 +25,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, TINY, column, read_metrics, run_tasks
+from conftest import ROOT, TINY, column, loaders_of, read_metrics, run_tasks
 from packaging.requirements import Requirement
 from PIL import Image
 
-import distributed
 import doctor
-import imagenet_dataset
-import metrics
-import profiling
 import report
-import shared_memory
-from distributed import Session
+import schema
+import vit_te
+from observability import metrics, profiling
+from runtime import run_folder, shared_memory
+from runtime.session import Session
 
 KEY = "5f0c" * 10  # what a wandb key looks like
 FAILURES = ("import raises", "init raises", "log raises", "summary raises", "finish raises", "init hangs")
@@ -201,7 +200,7 @@ def test_tensorboard_holds_each_step_once_and_as_it_was_taken_last(runs):
 def test_keys_are_refused_in_the_config():
     for where in ("settings={api_key: " + KEY + "}", "config.nested.Access_Token=" + KEY):
         with pytest.raises(schema.ConfigError) as caught:
-            schema.load_config("L0_sanity", [f"+wandb.init_args.{where}"])
+            launch.load_config("L0_sanity", [f"+wandb.init_args.{where}"])
         assert KEY not in str(caught.value)
         assert "WANDB_API_KEY" in str(caught.value)
 
@@ -211,14 +210,14 @@ def test_keys_are_refused_in_the_config():
 )
 def test_a_library_that_is_asked_for_and_not_there_is_refused(monkeypatch, tmp_path, override, package):
     """A folder that wandb left behind is no package, either."""
-    cfg = schema.load_config("L0_sanity", [override])
-    schema.check_script(cfg, "train_ddp", 1)
+    cfg = launch.load_config("L0_sanity", [override])
+    launch.check_script(cfg, "train_ddp", 1)
     (tmp_path / package).mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder])
     monkeypatch.delitem(sys.modules, package, raising=False)
     with pytest.raises(schema.ConfigError) as caught:
-        schema.check_script(cfg, "train_ddp", 1)
+        launch.check_script(cfg, "train_ddp", 1)
     assert re.match(rf"{override}, but {package} is not installed: pip install {package}, or set ", str(caught.value))
 
 
@@ -290,7 +289,7 @@ def test_the_bar_on_a_terminal_has_an_eta(monkeypatch, tmp_path):
     class Terminal(io.StringIO):
         isatty = staticmethod(lambda: True)
 
-    cfg = schema.load_config("L0_sanity", [*TINY, "data.path=unused", f"output_dir={tmp_path}"])
+    cfg = launch.load_config("L0_sanity", [*TINY, "data.path=unused", f"output_dir={tmp_path}"])
     shown = {}
     for kind in (Terminal, io.StringIO):
         monkeypatch.setattr(sys, "stderr", kind())
@@ -309,9 +308,9 @@ def test_the_bar_on_a_terminal_has_an_eta(monkeypatch, tmp_path):
 def test_a_run_knows_its_commit_with_and_without_git(monkeypatch):
     monkeypatch.delenv("COMMIT", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert distributed._git_commit() == "unknown"
+    assert run_folder._git_commit() == "unknown"
     monkeypatch.setenv("COMMIT", "v1-4-gabc")  # as the image sets it
-    assert distributed._git_commit() == "v1-4-gabc"
+    assert run_folder._git_commit() == "v1-4-gabc"
 
 
 # /dev/shm
@@ -321,11 +320,11 @@ def test_a_run_knows_its_commit_with_and_without_git(monkeypatch):
 def test_small_shared_memory_is_warned_of(monkeypatch, caplog, tmp_path, free, warns):
     """D14: Docker's 64 MiB, 8 loader processes, 384 px."""
     sizes = ["model.img_size=384", "model.patch_size=16", "model.in_chans=3", "data=synthetic", "data.num_workers=8"]
-    cfg = schema.load_config("L0_sanity", [*sizes, "global_batch_size=64", "num_train_steps=2", "micro_batch_size=16"])
+    cfg = launch.load_config("L0_sanity", [*sizes, "global_batch_size=64", "num_train_steps=2", "micro_batch_size=16"])
     # 2 ranks, 2 loaders of 8 processes that each work 2 batches ahead, 16 pictures of 3 bytes a pixel.
     needed = 2 * 2 * 8 * 2 * 16 * 3 * 384 * 384
     assert shared_memory.needed(cfg, world_size=2, ranks_here=2) == needed
-    loaders = imagenet_dataset.build_loaders(cfg, rank=0, world_size=2, start_step=0)
+    loaders = loaders_of(cfg, rank=0, world_size=2, start_step=0)
     assert len(loaders) == shared_memory.LOADERS
     assert {loader.prefetch_factor for loader in loaders} == {shared_memory.AHEAD}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free, total=free, used=0))
@@ -369,7 +368,7 @@ def test_a_memory_snapshot_is_of_the_chosen_steps(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: done.append((step, "dump", Path(path).name)))
     snapshot = ["profiler.memory_snapshot=true", "profiler.first_step=3", "profiler.num_steps=2"]
-    cfg = schema.load_config("L0_sanity", [*TINY, *snapshot, "profiler.ranks=[0,2]"])
+    cfg = launch.load_config("L0_sanity", [*TINY, *snapshot, "profiler.ranks=[0,2]"])
     profiling.check(cfg, 3)
     for rank in (0, 1):
         step = 0
@@ -391,11 +390,11 @@ def test_a_memory_snapshot_is_of_the_chosen_steps(monkeypatch, tmp_path):
 )
 def test_a_profile_that_cannot_be_is_refused(monkeypatch, overrides, fragments):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    cfg = schema.load_config("L0_sanity", [*TINY, "data=synthetic", *overrides])
+    cfg = launch.load_config("L0_sanity", [*TINY, "data=synthetic", *overrides])
     with pytest.raises(schema.ConfigError) as caught:
         profiling.check(cfg, 2)
     assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
-    off = schema.load_config("L0_sanity", [*TINY, "data=synthetic", "profiler.ranks=[7]", "profiler.first_step=99"])
+    off = launch.load_config("L0_sanity", [*TINY, "data=synthetic", "profiler.ranks=[7]", "profiler.first_step=99"])
     profiling.check(off, 2)  # what is off is not looked at
 
 
@@ -523,10 +522,9 @@ def test_the_doctor_finds_two_cudnns(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no GPU")
 def test_the_doctor_has_transformer_engine_imported_without_a_gpu(monkeypatch):
     """In the image on a machine without one: its questions to the card would raise."""
-    import te
 
     monkeypatch.setattr(doctor, "_installed", lambda: {"transformer_engine": "2.20.2"})
-    monkeypatch.setattr(te, "transformer_engine", object)
+    monkeypatch.setattr(vit_te, "transformer_engine", object)
     (row,) = doctor.check_transformer_engine()
     assert "without a GPU" in row.found
 

@@ -3,7 +3,7 @@
 References are Python's tarfile, the webdataset package, torchvision's ImageFolder and ImageNet.
 """
 
-import schema
+import launch
 
 import collections
 import fcntl
@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, loaders_of
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.datasets import imagenet as torchvision_imagenet
@@ -36,7 +36,9 @@ from torchvision.datasets import imagenet as torchvision_imagenet
 import imagenet_dataset
 import make_shards
 import prepare_imagenet
-import shards
+import schema
+from input_pipeline import tar_shards
+from runtime import seeding
 
 FORK = multiprocessing.get_context("fork")
 pytestmark = [
@@ -47,13 +49,13 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def nothing_cached():
-    shards.load.cache_clear()
+    tar_shards.load.cache_clear()
     make_shards.scan.cache_clear()
 
 
 def run(tool, *arguments):
     """A tool's exit code, in this process."""
-    shards.load.cache_clear()
+    tar_shards.load.cache_clear()
     make_shards.scan.cache_clear()
     before, sys.argv = sys.argv, [tool.__name__, *map(str, arguments)]
     try:
@@ -128,7 +130,7 @@ def made(pictures, tmp_path_factory):
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_shards_hold_the_folder_s_pictures_once_each_under_torchvision_s_labels(made, pictures, split):
-    folder, found = ImageFolder(pictures / split), shards.load(str(made), split, "raise")
+    folder, found = ImageFolder(pictures / split), tar_shards.load(str(made), split, "raise")
     want = sorted((Path(file).read_bytes(), label) for file, label in folder.samples)
     assert sorted((found.read(i), int(found.labels[i])) for i in range(len(found))) == want
     assert found.classes == tuple(folder.classes)
@@ -144,14 +146,14 @@ def test_the_same_pictures_give_the_same_bytes_and_another_seed_another_order(ma
     assert run(make_shards, pictures, tmp_path / "again", "--samples-per-shard", 7, "--workers", 1) == 0
     assert files_of(tmp_path / "again") == files_of(made)
     assert run(make_shards, pictures, tmp_path / "other", "--samples-per-shard", 7, "--seed", 1) == 0
-    found, other = (shards.load(str(path), "train", "raise") for path in (made, tmp_path / "other"))
+    found, other = (tar_shards.load(str(path), "train", "raise") for path in (made, tmp_path / "other"))
     assert sorted(keys(found)) == sorted(keys(other))
     assert keys(found) != keys(other)
 
 
 def test_size_by_megabytes(pictures, tmp_path):
     assert run(make_shards, pictures, tmp_path, "--megabytes-per-shard", "0.01") == 0
-    found = shards.load(str(tmp_path), "train", "raise")
+    found = tar_shards.load(str(tmp_path), "train", "raise")
     assert len(found) == 60
     sizes = [len(found.read(i)) for i in range(60)]
     per_shard = np.bincount(found.shard, weights=sizes)
@@ -244,14 +246,14 @@ def test_a_picture_that_cannot_be_read_stops_make_shards_by_name_and_a_second_ru
     assert str(lost) in capsys.readouterr().err
     (tmp_path / "77.jpg").rename(lost)
     assert run(make_shards, source, tmp_path / "out") == 0
-    assert len(shards.load(str(tmp_path / "out"), "train", "raise")) == 400
+    assert len(tar_shards.load(str(tmp_path / "out"), "train", "raise")) == 400
 
 
 # The format
 
 
 def test_webdataset_and_tarfile_read_what_make_shards_wrote(made):
-    found = shards.load(str(made), "train", "raise")
+    found = tar_shards.load(str(made), "train", "raise")
     ours = [(key, found.read(i), int(found.labels[i])) for i, key in enumerate(keys(found))]
     theirs = []
     for file in found.files:
@@ -273,7 +275,7 @@ def test_shards_that_webdataset_wrote(tmp_path):
         for i in range(10):
             want.append((f"n{i}" * 40 if i == 5 else f"n{i}", content(str(i), 10 + 600 * i), i % 4))  # a long name too
             writer.write({"__key__": want[-1][0], "jpg": want[-1][1], "cls": want[-1][2], "json": {"label": 9}})
-    found = shards.load(str(tmp_path), "train", "raise")
+    found = tar_shards.load(str(tmp_path), "train", "raise")
     assert [(key, found.read(i), found.labels[i]) for i, key in enumerate(keys(found))] == want
     assert len(found.files) == 3
 
@@ -281,7 +283,7 @@ def test_shards_that_webdataset_wrote(tmp_path):
 def test_all_in_one_folder_as_timm_s_shards_are(tmp_path):
     for name, labels in (("train-0000", (0, 2)), ("train-0001", (1,)), ("validation-00", (2,))):
         tar_of(tmp_path / f"imagenet1k-{name}.tar", [e for n in labels for e in sample(f"{name}_{n}", n)])
-    train, val = (shards.load(str(tmp_path), split, "raise") for split in ("train", "val"))
+    train, val = (tar_shards.load(str(tmp_path), split, "raise") for split in ("train", "val"))
     assert train.labels.tolist() == [0, 2, 1]
     assert keys(val) == ["validation-00_2"]
     assert (tmp_path / "train.index.npz").exists()
@@ -307,43 +309,43 @@ def test_entries_that_are_no_samples_are_left_alone(tmp_path):
         folder = tarfile.TarInfo("folder.jpg")
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
-    found = shards.load(str(tmp_path), "train", "raise")
+    found = tar_shards.load(str(tmp_path), "train", "raise")
     assert keys(found) == ["./d.1/a", "c", "b"]  # in the order of the pictures
     assert [found.read(i) for i in range(3)] == [content("./d.1/a"), b"p", b"picture"]
     assert found.labels.tolist() == [0, 0, 1]
-    assert found.skipped == {shards.STRAY: 2}
+    assert found.skipped == {tar_shards.STRAY: 2}
 
 
 def test_class_names(tmp_path):
     simple(simple(tmp_path, [4], classes=3), [2], "val")
-    assert shards.load(str(tmp_path), "train", "raise").classes == ("0", "1", "2")
-    assert shards.load(str(tmp_path), "val", "raise").classes == (
+    assert tar_shards.load(str(tmp_path), "train", "raise").classes == ("0", "1", "2")
+    assert tar_shards.load(str(tmp_path), "val", "raise").classes == (
         "0",
         "1",
         "2",
     )  # of train, not of the two labels in val
-    shards.load.cache_clear()
+    tar_shards.load.cache_clear()
     (tmp_path / "classes.txt").write_bytes("cat\r\ndog house\r\ncafé\r\n".encode())
-    assert shards.load(str(tmp_path), "val", "raise").classes == ("cat", "dog house", "café")
-    shards.load.cache_clear()
+    assert tar_shards.load(str(tmp_path), "val", "raise").classes == ("cat", "dog house", "café")
+    tar_shards.load.cache_clear()
     (tmp_path / "classes.txt").write_text("cat\ndog\n")
-    text = error_of(shards.load, str(tmp_path), "train", "raise")
+    text = error_of(tar_shards.load, str(tmp_path), "train", "raise")
     assert "train/train-0.tar: 0_2 has label 2, there are 2 classes" in text
     (tmp_path / "classes.txt").write_text("cat\ndog\ncat\n")
-    assert "'cat' is no name of one class" in error_of(shards.load, str(tmp_path), "val", "raise")
+    assert "'cat' is no name of one class" in error_of(tar_shards.load, str(tmp_path), "val", "raise")
 
 
 def test_no_shards(tmp_path):
-    assert "there are no shards" in error_of(shards.load, str(tmp_path / "none"), "train", "raise")
+    assert "there are no shards" in error_of(tar_shards.load, str(tmp_path / "none"), "train", "raise")
     (tmp_path / "train/class").mkdir(parents=True)
     (tmp_path / "train/class/a.jpg").write_bytes(b"x")
     (tmp_path / "train/0.tar.gz").write_bytes(b"x")
-    assert "make_shards.py makes them from class folders" in error_of(shards.load, str(tmp_path), "train", "raise")
+    assert "make_shards.py makes them from class folders" in error_of(tar_shards.load, str(tmp_path), "train", "raise")
     tar_of(tmp_path / "train/0.tar", [])
     (tmp_path / "train/1.tar").symlink_to("nowhere")
-    assert "train/1.tar" in error_of(shards.load, str(tmp_path), "train", "raise")
+    assert "train/1.tar" in error_of(tar_shards.load, str(tmp_path), "train", "raise")
     (tmp_path / "train/1.tar").unlink()
-    assert "hold no samples" in error_of(shards.load, str(tmp_path), "train", "raise")
+    assert "hold no samples" in error_of(tar_shards.load, str(tmp_path), "train", "raise")
 
 
 # Damage
@@ -375,24 +377,39 @@ def entries(*parts):
 
 # What is wrong, how to make it, what the message names, the kind that is counted, the keys that are left
 DAMAGE = {
-    "cut within a picture": (cut(lambda at: at[2] + 300), "ends within b.jpg", shards.CUT, "a"),
-    "cut within a header": (cut(lambda at: at[4] - 200), "is cut off after b.cls", shards.CUT, "ab"),
-    "cut between files": (cut(lambda at: at[4] - 512), "is cut off after b.cls", shards.CUT, "ab"),
-    "cut before the end mark": (cut(lambda at: at[5] + 512), "is cut off after c.cls", shards.CUT, "abc"),
-    "a damaged header": (overwrite(lambda at: at[2] - 512, b"\xff" * 40), "is cut off after a.cls", shards.CUT, "a"),
-    "a wiped header": (overwrite(lambda at: at[2] - 512, bytes(40)), "is cut off after a.cls", shards.CUT, "a"),
-    "empty file": (lambda file: file.write_bytes(b""), "is no whole, plain tar", shards.CUT, ""),
-    "another file": (lambda file: file.write_bytes(b"\x1f\x8b" + bytes(900)), "is no whole, plain tar", shards.CUT, ""),
-    "no label": (entries(("x.jpg", b"picture")), "x has no label, x.cls", shards.NO_LABEL, "abd"),
-    "label in json": (entries(("x.jpg", b"p"), ("x.json", b'{"label": 1}')), "x has no label", shards.NO_LABEL, "abd"),
-    "no picture": (entries(("x.cls", b"1")), "x has no picture", shards.NO_PICTURE, "abd"),
-    "label a name": (entries(("x.jpg", b"p"), ("x.cls", b"cat")), "x.cls holds b'cat'", shards.NOT_A_NUMBER, "abd"),
-    "label empty": (entries(("x.jpg", b"p"), ("x.cls", b"")), "x.cls holds b''", shards.NOT_A_NUMBER, "abd"),
-    "label negative": (entries(*sample("x", -1)), "x.cls holds b'-1'", shards.NOT_A_NUMBER, "abd"),
-    "label huge": (entries(*sample("x", 10**19)), "x.cls holds b'1000", shards.NOT_A_NUMBER, "abd"),
-    "label outside": (entries(*sample("x", 3)), "x has label 3, there are 3 classes", shards.OUTSIDE, "abd"),
-    "key twice": (entries(*sample("a", 1, 50)), "a is there twice", shards.TWICE, "abd"),
-    "two labels": (entries(("b.cls", b"2")), "b is there twice", shards.TWICE, "abd"),
+    "cut within a picture": (cut(lambda at: at[2] + 300), "ends within b.jpg", tar_shards.CUT, "a"),
+    "cut within a header": (cut(lambda at: at[4] - 200), "is cut off after b.cls", tar_shards.CUT, "ab"),
+    "cut between files": (cut(lambda at: at[4] - 512), "is cut off after b.cls", tar_shards.CUT, "ab"),
+    "cut before the end mark": (cut(lambda at: at[5] + 512), "is cut off after c.cls", tar_shards.CUT, "abc"),
+    "a damaged header": (
+        overwrite(lambda at: at[2] - 512, b"\xff" * 40),
+        "is cut off after a.cls",
+        tar_shards.CUT,
+        "a",
+    ),
+    "a wiped header": (overwrite(lambda at: at[2] - 512, bytes(40)), "is cut off after a.cls", tar_shards.CUT, "a"),
+    "empty file": (lambda file: file.write_bytes(b""), "is no whole, plain tar", tar_shards.CUT, ""),
+    "another file": (
+        lambda file: file.write_bytes(b"\x1f\x8b" + bytes(900)),
+        "is no whole, plain tar",
+        tar_shards.CUT,
+        "",
+    ),
+    "no label": (entries(("x.jpg", b"picture")), "x has no label, x.cls", tar_shards.NO_LABEL, "abd"),
+    "label in json": (
+        entries(("x.jpg", b"p"), ("x.json", b'{"label": 1}')),
+        "x has no label",
+        tar_shards.NO_LABEL,
+        "abd",
+    ),
+    "no picture": (entries(("x.cls", b"1")), "x has no picture", tar_shards.NO_PICTURE, "abd"),
+    "label a name": (entries(("x.jpg", b"p"), ("x.cls", b"cat")), "x.cls holds b'cat'", tar_shards.NOT_A_NUMBER, "abd"),
+    "label empty": (entries(("x.jpg", b"p"), ("x.cls", b"")), "x.cls holds b''", tar_shards.NOT_A_NUMBER, "abd"),
+    "label negative": (entries(*sample("x", -1)), "x.cls holds b'-1'", tar_shards.NOT_A_NUMBER, "abd"),
+    "label huge": (entries(*sample("x", 10**19)), "x.cls holds b'1000", tar_shards.NOT_A_NUMBER, "abd"),
+    "label outside": (entries(*sample("x", 3)), "x has label 3, there are 3 classes", tar_shards.OUTSIDE, "abd"),
+    "key twice": (entries(*sample("a", 1, 50)), "a is there twice", tar_shards.TWICE, "abd"),
+    "two labels": (entries(("b.cls", b"2")), "b is there twice", tar_shards.TWICE, "abd"),
 }
 
 
@@ -402,12 +419,12 @@ def test_damage_is_named_by_shard_and_key_or_left_out_and_counted(tmp_path, name
     (tmp_path / "classes.txt").write_text("x\ny\nz\n")
     simple(tmp_path, [2])
     damage(tmp_path / "train/odd.tar")
-    message = error_of(shards.load, str(tmp_path), "train", "raise")
+    message = error_of(tar_shards.load, str(tmp_path), "train", "raise")
     assert f"train/odd.tar: {text.split()[0]}" in message
     assert text in message
     assert "data.on_error=skip" in message
 
-    found = shards.load(str(tmp_path), "train", "skip")
+    found = tar_shards.load(str(tmp_path), "train", "skip")
     assert found.skipped == {kind: 1}
     assert keys(found) == [*left, "0_0", "0_1"]
     for i, key in enumerate(left):
@@ -424,7 +441,7 @@ def test_damage_is_named_by_shard_and_key_or_left_out_and_counted(tmp_path, name
 
 def test_a_shard_that_is_cut_after_it_was_listed_is_noticed(tmp_path):
     simple(tmp_path, [3])
-    found = shards.load(str(tmp_path), "train", "raise")
+    found = tar_shards.load(str(tmp_path), "train", "raise")
     os.truncate(found.files[0], os.path.getsize(found.files[0]) - 10240)
     with pytest.raises(OSError, match="the shard ends before the picture does"):
         found.read(2)
@@ -435,7 +452,7 @@ def test_a_shard_that_is_cut_after_it_was_listed_is_noticed(tmp_path):
 
 def count_listings(monkeypatch, log):
     """Note in a file which shard was listed, in whichever process."""
-    original = shards._list_shard
+    original = tar_shards._list_shard
 
     def listing(root, tar):
         with open(log, "a") as file:
@@ -443,7 +460,7 @@ def count_listings(monkeypatch, log):
         time.sleep(0.05)
         return original(root, tar)
 
-    monkeypatch.setattr(shards, "_list_shard", listing)
+    monkeypatch.setattr(tar_shards, "_list_shard", listing)
     return lambda: collections.Counter(log.read_text().split()) if log.exists() else {}
 
 
@@ -454,8 +471,8 @@ def test_only_new_and_changed_shards_are_listed_again(tmp_path, monkeypatch):
 
     def load():
         log.unlink(missing_ok=True)
-        shards.load.cache_clear()
-        return shards.load(str(root), "train", "raise"), set(listings())
+        tar_shards.load.cache_clear()
+        return tar_shards.load(str(root), "train", "raise"), set(listings())
 
     names = [f"train/train-{i}.tar" for i in range(4)]
     first, listed = load()
@@ -493,13 +510,13 @@ def test_only_new_and_changed_shards_are_listed_again(tmp_path, monkeypatch):
 )
 def test_a_torn_index_is_made_again(tmp_path, damage):
     simple(tmp_path, [3, 2])
-    want = keys(shards.load(str(tmp_path), "train", "raise"))
+    want = keys(tar_shards.load(str(tmp_path), "train", "raise"))
     file = tmp_path / "train.index.npz"
     file.write_bytes(damage(file.read_bytes()))
-    shards.load.cache_clear()
-    assert keys(shards.load(str(tmp_path), "train", "raise")) == want
-    shards.load.cache_clear()
-    assert len(shards._read_index(file)) == 2
+    tar_shards.load.cache_clear()
+    assert keys(tar_shards.load(str(tmp_path), "train", "raise")) == want
+    tar_shards.load.cache_clear()
+    assert len(tar_shards._read_index(file)) == 2
 
 
 def test_processes_that_need_an_index_at_the_same_time_make_one(tmp_path, monkeypatch):
@@ -509,7 +526,7 @@ def test_processes_that_need_an_index_at_the_same_time_make_one(tmp_path, monkey
 
     def load():
         barrier.wait()
-        results.put(keys(shards.load(str(root), "train", "raise")))
+        results.put(keys(tar_shards.load(str(root), "train", "raise")))
 
     processes = [FORK.Process(target=load) for _ in range(4)]
     for process in processes:
@@ -538,7 +555,7 @@ def test_a_read_only_folder_needs_an_index_and_is_enough_with_one(open_folder):
         if os.geteuid() == 0:
             os.setuid(65534)  # a mode keeps nothing from root
         try:
-            results.put(keys(shards.load(str(root), "train", "raise")))
+            results.put(keys(tar_shards.load(str(root), "train", "raise")))
         except schema.ConfigError as error:
             results.put(str(error))
 
@@ -564,14 +581,14 @@ def test_a_read_only_folder_needs_an_index_and_is_enough_with_one(open_folder):
 
 def test_a_bar_on_a_terminal_alone(tmp_path, monkeypatch, capsys):
     simple(tmp_path / "a", [1, 1])
-    shards.load(str(tmp_path / "a"), "train", "raise")
+    tar_shards.load(str(tmp_path / "a"), "train", "raise")
     assert capsys.readouterr() == ("", "")
     simple(tmp_path / "b", [1, 1])
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     with open(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        shards.load(str(tmp_path / "b"), "train", "raise")
+        tar_shards.load(str(tmp_path / "b"), "train", "raise")
         text = os.read(ours, 100_000)
     os.close(ours)
     assert b"index of train: 100%" in text
@@ -581,9 +598,9 @@ def test_a_bar_on_a_terminal_alone(tmp_path, monkeypatch, capsys):
 
 
 def test_few_files_are_open_and_copies_and_forks_read_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "OPEN_SHARDS", 3)
+    monkeypatch.setattr(tar_shards, "OPEN_SHARDS", 3)
     simple(tmp_path, [2] * 9)
-    found = shards.load(str(tmp_path), "train", "raise")
+    found = tar_shards.load(str(tmp_path), "train", "raise")
     want = [content(key, 100 + 97 * int(key[2:])) for key in keys(found)]
 
     def num_open():
@@ -608,7 +625,7 @@ def test_few_files_are_open_and_copies_and_forks_read_on(tmp_path, monkeypatch):
 def test_a_million_samples_are_arrays(tmp_path):
     """Nothing that grows with the samples is a Python object of its own, which forked workers would copy."""
     simple(tmp_path, [50, 50])
-    found = shards.load(str(tmp_path), "train", "raise")
+    found = tar_shards.load(str(tmp_path), "train", "raise")
     assert len(vars(found)["_keys"]) == sum(map(len, keys(found)))
     for name, value in vars(found).items():
         if name not in ("classes", "skipped", "files", "_open", "_keys"):
@@ -622,7 +639,7 @@ def test_a_million_samples_are_arrays(tmp_path):
 
 def order_by_hand(found, seed, epoch, streams):
     """The rule of `epoch_order` in lists: shards in some order, end to end, cut into pieces, dealt in turn."""
-    order = shards.permutation(len(found.files), seed, epoch).tolist()
+    order = seeding.permutation(len(found.files), seed, epoch).tolist()
     tape = [i for shard in order for i in range(len(found)) if found.shard[i] == shard]
     sizes = [len(part) for part in np.array_split(np.arange(len(tape)), streams)]
     pieces, start = [], 0
@@ -637,10 +654,10 @@ def order_by_hand(found, seed, epoch, streams):
 @pytest.mark.parametrize("streams", [1, 2, 3, 7, 19, 64])
 def test_an_epoch_is_every_sample_once_and_reads_every_shard_forward(tmp_path, counts, streams):
     simple(tmp_path, counts)
-    found = shards.load(str(tmp_path), "train", "raise")
+    found = tar_shards.load(str(tmp_path), "train", "raise")
     orders = {}
     for seed, epoch in itertools.product(range(3), range(3)):
-        order = shards.epoch_order(found, seed=seed, epoch=epoch, streams=streams)
+        order = tar_shards.epoch_order(found, seed=seed, epoch=epoch, streams=streams)
         assert order.tolist() == order_by_hand(found, seed, epoch, streams)
         assert sorted(order.tolist()) == list(range(sum(counts)))
         for stream in range(streams):  # each stream: within a shard one after another
@@ -653,10 +670,10 @@ def test_an_epoch_is_every_sample_once_and_reads_every_shard_forward(tmp_path, c
 
 
 def test_permutations_are_as_random_as_they_should_be_and_stay_what_they_are():
-    seen = collections.Counter(tuple(shards.permutation(4, seed, epoch)) for seed in range(60) for epoch in range(40))
+    seen = collections.Counter(tuple(seeding.permutation(4, seed, epoch)) for seed in range(60) for epoch in range(40))
     assert len(seen) == 24
     assert max(abs(count - 100) for count in seen.values()) < 45  # 4.5 deviations of a count of 100
-    assert shards.permutation(6, 1, 2).tolist() == [5, 3, 2, 1, 4, 0]  # runs resume under another NumPy too
+    assert seeding.permutation(6, 1, 2).tolist() == [5, 3, 2, 1, 4, 0]  # runs resume under another NumPy too
 
 
 class Numbered(torch.utils.data.Dataset):
@@ -678,7 +695,7 @@ def stream(found, *, batch, steps, workers, world, streams=3):
         places = [range(step * batch + rank * share, step * batch + (rank + 1) * share) for step in steps]
 
         def sample(n):
-            order = shards.epoch_order(found, seed=3, epoch=n // len(found), streams=streams)
+            order = tar_shards.epoch_order(found, seed=3, epoch=n // len(found), streams=streams)
             return int(order[n % len(found)])
 
         loader = DataLoader(
@@ -693,7 +710,7 @@ def stream(found, *, batch, steps, workers, world, streams=3):
 
 def test_two_uneven_shards_feed_any_ranks_and_workers_the_same_and_resume_anywhere(tmp_path):
     simple(tmp_path, [5, 3])
-    found = shards.load(str(tmp_path), "train", "raise")
+    found = tar_shards.load(str(tmp_path), "train", "raise")
     straight = stream(found, batch=6, steps=range(4), workers=0, world=1)  # 24 = 3 epochs of 8
     for epoch in range(3):
         assert sorted(straight[8 * epoch : 8 * epoch + 8, 0].tolist()) == list(range(8))  # 0 lost, 0 repeated
@@ -892,14 +909,13 @@ def test_tools_start_as_a_user_starts_them_and_complain_in_one_line(tmp_path):
 
 def config(path, *overrides):
     base = [*TINY, "data.source=webdataset", f"data.path={path}", "data.num_workers=0", "data.shard_streams=5"]
-    return schema.load_config("L0_sanity", [*base, *overrides, "output_dir=unused"], script="train_ddp")
+    return launch.load_config("L0_sanity", [*base, *overrides, "output_dir=unused"], script="train_ddp")
 
 
 def batches(cfg, *, world_size=1, start_step=0):
     """Images and labels of all training steps from `start_step` on, every rank's in the order of positions."""
     loaders = [
-        imagenet_dataset.build_loaders(cfg, rank=rank, world_size=world_size, start_step=start_step)[0]
-        for rank in range(world_size)
+        loaders_of(cfg, rank=rank, world_size=world_size, start_step=start_step)[0] for rank in range(world_size)
     ]
     for parts in zip(*loaders, strict=True):
         images, labels = zip(*parts, strict=True)
@@ -921,13 +937,13 @@ def test_training_stream_is_the_same_for_any_workers_ranks_and_resume(made):
         for (images, labels), (images_, labels_) in zip(found, want[start_step:], strict=True):
             assert torch.equal(images, images_)
             assert torch.equal(labels, labels_)
-    loader = imagenet_dataset.build_loaders(config(made, "num_train_steps=8"), rank=0, world_size=1, start_step=0)
+    loader = loaders_of(config(made, "num_train_steps=8"), rank=0, world_size=1, start_step=0)
     indices = [index for batch in loader[0].batch_sampler for _, index in batch]
     for epoch in range(3):
         assert sorted(indices[60 * epoch : 60 * epoch + 60]) == list(range(60))
     labels = torch.cat([labels for _, labels in loader[1]])
     assert sorted(labels[labels != imagenet_dataset.PADDING].tolist()) == sorted(
-        shards.load(str(made), "val", "raise").labels
+        tar_shards.load(str(made), "val", "raise").labels
     )
 
 
@@ -935,7 +951,7 @@ def test_training_stream_is_the_same_for_any_workers_ranks_and_resume(made):
 def test_a_picture_that_does_not_decode_is_named_by_shard_and_key(made, tmp_path, policy):
     """D15: the index is right, the picture is not."""
     shutil.copytree(made, tmp_path / "shards")
-    found = shards.load(str(tmp_path / "shards"), "train", policy)
+    found = tar_shards.load(str(tmp_path / "shards"), "train", policy)
     name, offset = found.name(10), found._offsets[10]
     times = os.stat(found.files[found.shard[10]])
     with open(found.files[found.shard[10]], "r+b") as file:

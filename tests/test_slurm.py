@@ -5,7 +5,7 @@
 The two nodes have names that the machine answers to, its own and localhost, because ranks find each other by node name.
 """
 
-import schema
+import launch
 
 import contextlib
 import getpass
@@ -330,7 +330,7 @@ def test_sruns_variables_become_torchruns(monkeypatch, nodes, first):
         monkeypatch.delenv(name)
     for name, value in values.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
-    schema.use_srun()
+    launch.use_srun()
     found = [os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
     assert found == ["3", "1", "4", first, "20772"]
 
@@ -339,13 +339,13 @@ def test_torchrun_goes_before_srun(monkeypatch):
     """Under srun, torchrun's processes see Slurm's variables, too."""
     for name, value in {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "WORLD_SIZE": "8", "RANK": "5"}.items():
         monkeypatch.setenv(name, value)
-    schema.use_srun()
+    launch.use_srun()
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("5", "8")
 
 
 def test_signals_are_two():
     """slurm.sh sends what the ranks listen to, and tells torchrun to pass it on."""
-    import preemption
+    from runtime import preemption
 
     text = (ROOT / "slurm.sh").read_text()
     assert signal.SIGUSR1 in preemption.SIGNALS

@@ -3,7 +3,7 @@
 The parts that need no GPU (what happens without TransformerEngine, or with a broken one) run everywhere.
 """
 
-import schema
+import launch
 
 import subprocess
 import sys
@@ -13,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 
+import schema
 import vit
-from vit import VisionTransformer, timm_name
+from modeling import build_model
+from runtime.parameter_names import timm_name
+from vit import VisionTransformer
 
 OPTIONS = [
     [],
@@ -47,9 +50,9 @@ on_recipes = pytest.mark.parametrize("recipe", [pytest.param(name, marks=needs_t
 
 
 def build(*overrides, te, seed=0, base=SMALL):
-    cfg = schema.load_config("L0_sanity", [*base, *overrides, f"model.transformer_engine={str(te).lower()}"])
+    cfg = launch.load_config("L0_sanity", [*base, *overrides, f"model.transformer_engine={str(te).lower()}"])
     with torch.device("cuda"):
-        model = VisionTransformer(cfg.model, cfg.fp8_config)
+        model = build_model(cfg.model, cfg.fp8_config)
     model.init_weights(seed)
     return model
 
@@ -211,7 +214,7 @@ def test_what_the_card_cannot_do_is_refused_by_its_compute_capability(recipe):
         pytest.skip("this GPU can")
     overrides = [*SMALL, "model.transformer_engine=true", "fp8_config.enabled=true", f"fp8_config.fp8_recipe={recipe}"]
     with pytest.raises(schema.ConfigError, match=rf"fp8_recipe={recipe} .*9\.0.*10\.0 or higher") as caught:
-        schema.check_script(schema.load_config("L0_sanity", overrides), "train_ddp", 1)
+        launch.check_script(launch.load_config("L0_sanity", overrides), "train_ddp", 1)
     assert "\n" not in str(caught.value)
 
 
@@ -228,7 +231,7 @@ def test_what_the_card_cannot_do_is_refused_by_its_compute_capability(recipe):
 def test_fp8_weights_are_refused_where_there_are_no_float32_ones(script, more, match):
     fp8 = ["fp8_config.enabled=true", "fp8_config.quantized_model_init=true", "model.transformer_engine=true"]
     with pytest.raises(schema.ConfigError, match=match):
-        schema.check_script(schema.load_config("L0_sanity", [*SMALL, *fp8, *more]), script, 1)
+        launch.check_script(launch.load_config("L0_sanity", [*SMALL, *fp8, *more]), script, 1)
 
 
 @pytest.mark.parametrize("size", [pytest.param(224, marks=needs_te), pytest.param(384, marks=needs_te)])
@@ -247,7 +250,7 @@ def test_every_patch_reaches_the_class_token(size):
 @pytest.mark.parametrize("tokens", [64, 197, 576])
 def test_attention_has_gradients_where_all_logits_are_far_below_zero(tokens):
     """cuDNN's has none at 64 and 576 tokens (vit.TEAttention)."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as distributed.set_kernels does
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as process_group.set_kernels does
     attend = build(te=True).blocks[0].attn.attend
     query, key, value = (0.1 * torch.randn(64, tokens, 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     query[..., 0], key[..., 0] = 1.0, -120 * 8
@@ -365,7 +368,7 @@ def hugging_face_names(saved):
 
 def test_names_map_one_to_one():
     """M04: TransformerEngine's names, written down from version 2.20, cover timm's block exactly."""
-    plain = VisionTransformer(schema.load_config("L0_sanity", ["output_dir=unused"]).model)
+    plain = VisionTransformer(launch.load_config("L0_sanity", ["output_dir=unused"]).model)
     block = {name.split(".", 2)[2] for name, _ in plain.named_parameters() if name.startswith("blocks.0.")}
     fused = ["attn.qkv.layer_norm_weight", "attn.qkv.layer_norm_bias", "attn.qkv.weight", "attn.qkv.bias"]
     fused += ["attn.proj.weight", "attn.proj.bias", "mlp.layer_norm_weight", "mlp.layer_norm_bias"]
@@ -390,7 +393,7 @@ def test_without_a_working_te_asking_for_it_is_one_line(tmp_path, stub, expected
         (tmp_path / "transformer_engine/__init__.py").write_text(stub)
     code = (
         f"import sys, te\n{'' if stub else 'sys.modules[`transformer_engine`] = None'}\n".replace("`", "'")
-        + "try: te.transformer_engine()\nexcept ValueError as error: print(error)"
+        + "try: vit_te.transformer_engine()\nexcept ValueError as error: print(error)"
     )
     path = f"{tmp_path}:{ROOT}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": path})
@@ -404,12 +407,12 @@ def test_te_is_refused_by_name(monkeypatch):
     good = [*te, "model.act_layer=gelu_tanh"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(schema.ConfigError, match="needs a CUDA GPU"):
-        schema.check_script(schema.load_config("L0_sanity", good), "train_ddp", 1)
+        launch.check_script(launch.load_config("L0_sanity", good), "train_ddp", 1)
     for overrides, match in (
         (te, "model.act_layer=gelu with"),
         ([*good, "precision=fp32"], "precision=fp32 with"),
         ([*good, "compile=true"], "compile=true with"),
     ):
         with pytest.raises(schema.ConfigError, match=match):
-            schema.load_config("L0_sanity", overrides)
+            launch.load_config("L0_sanity", overrides)
     assert vit.TE_ACTIVATIONS.keys() == {"gelu_tanh", "quick_gelu", "relu", "silu"}

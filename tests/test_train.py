@@ -3,7 +3,7 @@
 One set of processes a world size runs all its tasks (see worker.py); the tests then look at what came out.
 """
 
-import schema
+import launch
 
 import functools
 import itertools
@@ -13,10 +13,9 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import TINY, assert_same, column, read_metrics, run_tasks, weights
+from conftest import TINY, assert_same, column, loaders_of, read_metrics, run_tasks, weights
 from torch.distributed.checkpoint import FileSystemReader
 
-import imagenet_dataset
 from vit import VisionTransformer
 
 SCRIPTS = ("train_ddp", "train_fsdp2")
@@ -96,7 +95,7 @@ def _tasks(nproc, pictures, folder):
 @pytest.fixture(scope="module")
 def reference(pictures):
     """The run of 20 steps by timm's model and torch's own AdamW, scheduler and clipping, in one process."""
-    cfg = schema.load_config("L0_sanity", [*TINY, f"data.path={pictures}", f"num_train_steps={STEPS}"])
+    cfg = launch.load_config("L0_sanity", [*TINY, f"data.path={pictures}", f"num_train_steps={STEPS}"])
     ours = VisionTransformer(cfg.model)
     ours.init_weights(cfg.seed)
     model = timm.models.vision_transformer.VisionTransformer(
@@ -119,7 +118,7 @@ def reference(pictures):
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS - 2)
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[1])
     rows = {"train/loss": [], "train/grad_norm": [], "train/lr": []}
-    loader, _ = imagenet_dataset.build_loaders(cfg, rank=0, world_size=1, start_step=0)
+    loader, _ = loaders_of(cfg, rank=0, world_size=1, start_step=0)
     for images, labels in loader:
         images = (images / 255 - cfg.data.mean[0]) / cfg.data.std[0]
         loss = F.cross_entropy(model(images), labels, label_smoothing=cfg.loss.label_smoothing)
@@ -161,7 +160,7 @@ def test_validation_counts_every_image_once(runs, nproc, script):
 def test_initial_weights_are_the_same_everywhere(runs, nproc, script):
     """X01, M13: under every strategy and world size, with storage that starts as NaN."""
     _, folder = runs(nproc)
-    cfg = schema.load_config("L0_sanity", TINY)
+    cfg = launch.load_config("L0_sanity", TINY)
     whole = VisionTransformer(cfg.model)
     whole.init_weights(cfg.seed)
     assert_same(weights(folder, f"init-{script}"), whole.state_dict(), atol=1e-25)

@@ -1,6 +1,6 @@
 """The model: timm's by names and numbers, its start, its size, its parameter groups, recomputation and BF16."""
 
-import schema
+import launch
 
 import copy
 import dataclasses
@@ -19,8 +19,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import optim
-from vit import VisionTransformer, build_model, prepare_blocks
-from weights import timm_arguments
+import schema
+from interop.weights_out import timm_arguments
+from modeling import build_model, prepare_blocks
+from vit import VisionTransformer
 
 SMALL = (
     "img_size=32 patch_size=16 in_chans=3 embed_dim=48 depth=2 num_heads=3 num_classes=7 "
@@ -50,7 +52,7 @@ PUBLISHED = {
 
 @functools.cache
 def load(*overrides):
-    return schema.load_config("L0_sanity", [*overrides, "output_dir=/tmp/unused"], script="train_ddp")
+    return launch.load_config("L0_sanity", [*overrides, "output_dir=/tmp/unused"], script="train_ddp")
 
 
 def keys(text):
@@ -449,7 +451,7 @@ def test_every_module_resets_its_own_parameters():
 # --- size
 
 
-MODEL_CONFIGS = sorted(path.stem for path in (schema.PROJECT_DIR / "config/model").glob("*.yaml"))
+MODEL_CONFIGS = sorted(path.stem for path in (launch.PROJECT_DIR / "config/model").glob("*.yaml"))
 
 
 def count(build):

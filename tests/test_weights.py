@@ -1,6 +1,6 @@
 """Weights in and out: what loads, is resampled or refused, and what timm and Hugging Face make of exports."""
 
-import schema
+import launch
 
 import argparse
 import functools
@@ -16,7 +16,7 @@ import pytest
 import timm
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, launch
+from conftest import ROOT, run_command
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -24,8 +24,9 @@ from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from timm.models.vision_transformer import checkpoint_filter_fn
 
-import weights
+import schema
 from imagenet_dataset import eval_transform
+from interop import weights_in, weights_out
 from vit import VisionTransformer
 
 SMALL = (
@@ -60,7 +61,7 @@ NOT_HUGGING_FACE = {
 
 @functools.cache
 def config(*overrides):
-    return schema.load_config("L0_sanity", [*overrides, "output_dir=unused", "checkpoint.save_final_model=false"])
+    return launch.load_config("L0_sanity", [*overrides, "output_dir=unused", "checkpoint.save_final_model=false"])
 
 
 def small(overrides=""):
@@ -90,7 +91,7 @@ def ours(cfg, seed=0):
 
 def timms(cfg, seed=0):
     """timm's model of the same arguments."""
-    return drawn(TimmViT(**weights.timm_arguments(vars(cfg)), num_classes=cfg.num_classes), seed)
+    return drawn(TimmViT(**weights_out.timm_arguments(vars(cfg)), num_classes=cfg.num_classes), seed)
 
 
 def shapes(cfg):
@@ -128,7 +129,7 @@ def write_timm(folder, cfg, model):
 
 
 def fitted(source, cfg):
-    return weights.fit(weights.read(str(source)), cfg, shapes(cfg))
+    return weights_in.fit(weights_in.read(str(source)), cfg, shapes(cfg))
 
 
 def assert_same(actual, expected):
@@ -190,7 +191,7 @@ def test_64_pixels_become_96_as_in_timm(options, prefix, kind, tmp_path):
 def test_equal_numbers_of_patches_are_resampled_by_height_and_width(size, grid, tmp_path):
     before, after = small(f"img_size={size}"), small("img_size=64")
     folder, tensors = write_step(tmp_path, before)
-    assert weights.read(str(folder)).grid == grid
+    assert weights_in.read(str(folder)).grid == grid
     result, _ = fitted(folder, after)
     old = tensors["pos_embed"]
     assert result["pos_embed"].shape == old.shape
@@ -309,15 +310,15 @@ def test_a_missing_an_unexpected_and_a_reshaped_tensor_are_named(stored, tmp_pat
 def test_heads_go_by_the_names_of_classes(stored):
     """D03: another order is put right, other names of the same number are other classes."""
     cfg, folder, tensors = stored
-    source = weights.read(str(folder))
+    source = weights_in.read(str(folder))
     assert source.classes == tuple(CLASSES)
     swapped = (CLASSES[6], *CLASSES[1:6], CLASSES[0])
-    result, fresh = weights.fit(source, cfg, shapes(cfg), swapped)
+    result, fresh = weights_in.fit(source, cfg, shapes(cfg), swapped)
     assert fresh == []
     for name in ("head.weight", "head.bias"):
         assert torch.equal(result[name], tensors[name][[6, 1, 2, 3, 4, 5, 0]])
-    assert weights.fit(source, cfg, shapes(cfg), ("another", *CLASSES[1:]))[1] == ["head.weight", "head.bias"]
-    assert_same(weights.fit(source, cfg, shapes(cfg), tuple(CLASSES))[0], tensors)
+    assert weights_in.fit(source, cfg, shapes(cfg), ("another", *CLASSES[1:]))[1] == ["head.weight", "head.bias"]
+    assert_same(weights_in.fit(source, cfg, shapes(cfg), tuple(CLASSES))[0], tensors)
 
 
 @pytest.mark.parametrize("num_classes", [3, 7])
@@ -360,7 +361,7 @@ def test_another_number_of_heads_is_refused_another_activation_is_said(stored, c
 def test_a_checkpoint_loads_from_its_folder_or_the_one_above(stored):
     cfg, folder, tensors = stored
     for source in (folder / "step_00000012", folder):
-        read = weights.read(str(source))
+        read = weights_in.read(str(source))
         assert_same(read.weights, tensors)  # and nothing of the optimizer's
         assert read.grid == (4, 4)
         assert str(source) in read.description
@@ -371,7 +372,7 @@ def test_a_checkpoint_loads_from_its_folder_or_the_one_above(stored):
 def test_a_checkpoint_becomes_a_torch_file_by_torchs_own_tool(stored, tmp_path):
     cfg, folder, tensors = stored
     command = ["-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", folder / "step_00000012"]
-    done = launch([*command, tmp_path / "w.pt"])
+    done = run_command([*command, tmp_path / "w.pt"])
     assert done.returncode == 0, done.stderr
     assert_same(torch.load(tmp_path / "w.pt", weights_only=True)["model"], tensors)
     assert_same(fitted(tmp_path / "w.pt", cfg)[0], tensors)
@@ -387,13 +388,13 @@ def test_safetensors_take_their_grid_from_the_config_beside_them(tmp_path):
     cfg = small("img_size=[32,128]")
     model = timms(cfg)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    assert weights.read(str(tmp_path / "model.safetensors")).grid is None
+    assert weights_in.read(str(tmp_path / "model.safetensors")).grid is None
     write_timm(tmp_path, cfg, model)
     for source in (tmp_path, tmp_path / "model.safetensors", f"local-dir:{tmp_path}"):
-        assert weights.read(str(source)).grid == (2, 8)
+        assert weights_in.read(str(source)).grid == (2, 8)
     # A release of timm's gives no model_args.
     (tmp_path / "config.json").write_text('{"architecture": "vit", "pretrained_cfg": {"input_size": [3, 32, 128]}}')
-    assert weights.read(str(tmp_path)).grid == (2, 8)
+    assert weights_in.read(str(tmp_path)).grid == (2, 8)
     (tmp_path / "config.json").write_text('{"architecture": "vit", "pretrained_cfg": {"input_size": [3, 32, 32]}}')
     assert "config.json" in refusal(fitted, tmp_path, cfg)  # of other weights
 
@@ -423,13 +424,13 @@ def test_a_timm_model_is_read_by_its_name(name, monkeypatch, tmp_path):
     )
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    source = weights.read(name)
+    source = weights_in.read(name)
     assert torch.equal(torch.get_rng_state(), before)
     assert source.grid == (14, 14)
     # Of that model's, and not ImageNet's usual ones.
     augreg = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "crop_pct": 0.9, "interpolation": "bicubic"}
     assert source.data == augreg
-    result, fresh = weights.fit(source, cfg, shapes(cfg))
+    result, fresh = weights_in.fit(source, cfg, shapes(cfg))
     assert fresh == []
     assert_same(result, model.state_dict())
 
@@ -438,8 +439,8 @@ def test_what_weights_were_evaluated_with_is_told_if_this_run_does_otherwise(tmp
     """V01: of our checkpoints and exports, timm's folders, and Hugging Face's with their processor."""
     cfg = small()
     step, _ = write_step(tmp_path, cfg, crop_pct=0.9)
-    weights.export_timm(step, tmp_path / "timm")
-    weights.export_hugging_face(step, tmp_path / "hf")
+    weights_out.export_timm(step, tmp_path / "timm")
+    weights_out.export_hugging_face(step, tmp_path / "hf")
     kept = ["model.in_chans=3", f"data.std={STD}", "data.crop_pct=0.9", "data.max_pixels=100000000"]
     same = config(f"data.mean={MEAN}", "data.interpolation=bicubic", *kept).data
     other = config("data.mean=[0.5]", "data.interpolation=bilinear", *kept).data
@@ -448,8 +449,8 @@ def test_what_weights_were_evaluated_with_is_told_if_this_run_does_otherwise(tmp
         (tmp_path / "timm", [f"data.mean={MEAN}", "data.interpolation=bicubic"]),
         (tmp_path / "hf", [f"data.mean={MEAN}"]),
     ):
-        assert weights.other_settings(weights.read(str(source)), same) == []
-        assert sorted(weights.other_settings(weights.read(str(source)), other)) == sorted(found)
+        assert weights_in.other_settings(weights_in.read(str(source)), same) == []
+        assert sorted(weights_in.other_settings(weights_in.read(str(source)), other)) == sorted(found)
 
 
 @pytest.mark.parametrize(
@@ -462,7 +463,7 @@ def test_what_weights_were_evaluated_with_is_told_if_this_run_does_otherwise(tmp
     ],
 )
 def test_a_source_that_is_not_there_is_refused(source, fix):
-    line = refusal(weights.read, source)
+    line = refusal(weights_in.read, source)
     assert line.startswith(f"checkpoint.init_from={source}: ")
     assert fix in line
 
@@ -496,9 +497,9 @@ def test_a_damaged_source_is_refused_in_one_line(name, tmp_path):
         "folder/config.json": tmp_path / "folder",
     }
     source = source.get(name, tmp_path / name)
-    weights.read(str(source))
+    weights_in.read(str(source))
     cut(damaged.get(name, tmp_path / name))
-    line = refusal(weights.read, str(source))
+    line = refusal(weights_in.read, str(source))
     assert line.startswith(f"checkpoint.init_from={source}: ")
     assert "cannot be read" in line
 
@@ -510,24 +511,24 @@ class Code:
 def test_what_is_no_weights_is_refused(stored, tmp_path):
     _, _, tensors = stored
     (tmp_path / "w.txt").write_text("weights")
-    assert "rename it" in refusal(weights.read, str(tmp_path / "w.txt"))
+    assert "rename it" in refusal(weights_in.read, str(tmp_path / "w.txt"))
     (tmp_path / "empty").mkdir()
-    assert "neither a complete step_XXXXXXXX nor" in refusal(weights.read, str(tmp_path / "empty"))
+    assert "neither a complete step_XXXXXXXX nor" in refusal(weights_in.read, str(tmp_path / "empty"))
     torch.save({"model": tensors, "what": Code()}, tmp_path / "w.pt")
-    assert "Code, which is more than weights" in refusal(weights.read, str(tmp_path / "w.pt"))
+    assert "Code, which is more than weights" in refusal(weights_in.read, str(tmp_path / "w.pt"))
     for content in (list(tensors.values()), {}, {"epoch": 3}, {"model": 3}, {**tensors, "norm.weight": 3}):
         torch.save(content, tmp_path / "w.pt")
-        assert "torch.save the model's state_dict()" in refusal(weights.read, str(tmp_path / "w.pt"))
+        assert "torch.save the model's state_dict()" in refusal(weights_in.read, str(tmp_path / "w.pt"))
     (tmp_path / "w.pt").write_bytes(b"no torch file")
-    assert "cannot be read" in refusal(weights.read, str(tmp_path / "w.pt"))
+    assert "cannot be read" in refusal(weights_in.read, str(tmp_path / "w.pt"))
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "deit"}')
-    assert "model_type=deit" in refusal(weights.read, str(tmp_path))
+    assert "model_type=deit" in refusal(weights_in.read, str(tmp_path))
     state = json.loads((stored[1] / "step_00000012/state.json").read_text())
     del state["data"]
     folder, _ = write_step(tmp_path, small())
     (folder / "state.json").write_text(json.dumps(state))
-    assert "no 'data'" in refusal(weights.export_timm, folder, tmp_path / "out")
+    assert "no 'data'" in refusal(weights_out.export_timm, folder, tmp_path / "out")
 
 
 # --- exports (E01 to E03)
@@ -567,7 +568,7 @@ def test_timm_computes_our_logits_from_the_export(options, tmp_path):
     cfg = small(options)
     channels = {"mean": [0.3], "std": [0.2]} if cfg.in_chans == 1 else {}
     folder, tensors = write_step(tmp_path, cfg, **channels)
-    weights.export_timm(folder, tmp_path / "out")
+    weights_out.export_timm(folder, tmp_path / "out")
     assert_same(plain_file(tmp_path / "out"), tensors)
     model = timm.create_model(f"local-dir:{tmp_path}/out", pretrained=True).eval()
     torch.testing.assert_close(logits(model, images(cfg)), logits(ours(cfg), images(cfg)), atol=1e-5, rtol=0)
@@ -582,13 +583,15 @@ def test_timm_computes_our_logits_from_the_export(options, tmp_path):
     assert list(known["mean"]) == channels.get("mean", MEAN)
     assert list(known["std"]) == channels.get("std", STD)
     assert_same(fitted(tmp_path / "out", cfg)[0], tensors)  # and back
-    weights.export_timm(folder, tmp_path / "out")  # again, over the first one
+    weights_out.export_timm(folder, tmp_path / "out")  # again, over the first one
     assert_same(plain_file(tmp_path / "out"), tensors)
 
 
 def test_timm_refuses_other_norms_by_name(tmp_path):
     folder, _ = write_step(tmp_path, small("norm_eps=1e-5"))
-    assert refusal(weights.export_timm, folder, tmp_path / "out").startswith("model.norm_eps=1e-05 cannot be exported")
+    assert refusal(weights_out.export_timm, folder, tmp_path / "out").startswith(
+        "model.norm_eps=1e-05 cannot be exported"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -613,7 +616,7 @@ def hugging_face(folder):
 def test_hugging_face_computes_our_logits_from_the_export(options, tmp_path):
     cfg = small(options)
     folder, tensors = write_step(tmp_path, cfg, mean=[0.5], std=[0.25])
-    weights.export_hugging_face(folder, tmp_path / "out")
+    weights_out.export_hugging_face(folder, tmp_path / "out")
     content = plain_file(tmp_path / "out")
     assert "vit.encoder.layer.1.attention.attention.query.weight" in content
     assert not [name for name in content if "pooler" in name]
@@ -621,9 +624,9 @@ def test_hugging_face_computes_our_logits_from_the_export(options, tmp_path):
     torch.testing.assert_close(logits(model, images(cfg)), logits(ours(cfg), images(cfg)), atol=1e-5, rtol=0)
     assert model.config.id2label == dict(enumerate(CLASSES))
     assert model.config.label2id == {name: i for i, name in enumerate(CLASSES)}
-    source = weights.read(str(tmp_path / "out"))
+    source = weights_in.read(str(tmp_path / "out"))
     assert source.options == {key: getattr(cfg, key) for key in ("num_heads", "act_layer", "norm_eps")}
-    assert_same(weights.fit(source, cfg, shapes(cfg))[0], tensors)
+    assert_same(weights_in.fit(source, cfg, shapes(cfg))[0], tensors)
 
 
 def test_hugging_face_and_back_bit_for_bit(tmp_path):
@@ -656,7 +659,7 @@ def test_hugging_face_and_back_bit_for_bit(tmp_path):
         mine.load_state_dict(result)
         torch.testing.assert_close(logits(mine, images(cfg)), logits(theirs, images(cfg)), atol=1e-5, rtol=0)
         folder, _ = write_step(tmp_path, cfg, step=step, tensors=result)
-        weights.export_hugging_face(folder, tmp_path / "out")
+        weights_out.export_hugging_face(folder, tmp_path / "out")
         assert_same(hugging_face(tmp_path / "out").state_dict(), theirs.state_dict())
 
     body = theirs.vit  # its names have no vit. before them; a pooler is left out
@@ -679,14 +682,14 @@ def test_hugging_face_and_back_bit_for_bit(tmp_path):
 @pytest.mark.parametrize("option", NOT_HUGGING_FACE)
 def test_what_hugging_face_lacks_is_refused_by_name(option, tmp_path):
     folder, _ = write_step(tmp_path, small(f"{option} {NOT_HUGGING_FACE[option]}"))
-    line = refusal(weights.export_hugging_face, folder, tmp_path / "out")
+    line = refusal(weights_out.export_hugging_face, folder, tmp_path / "out")
     assert line.startswith(f"model.{option} cannot be exported".replace(",", ", "))
     assert not (tmp_path / "out").exists()
 
 
 def test_outputs_without_a_class_get_a_label(tmp_path):
     folder, _ = write_step(tmp_path, small(), classes=CLASSES[:5])
-    weights.export_hugging_face(folder, tmp_path / "out")
+    weights_out.export_hugging_face(folder, tmp_path / "out")
     labels = hugging_face(tmp_path / "out").config.id2label
     assert [labels[i] for i in range(7)] == [*CLASSES[:5], "LABEL_5", "LABEL_6"]
 
@@ -702,7 +705,7 @@ def both_preprocessings(folder, in_chans=3, **data):
     """Functions of a picture: our evaluation's pixels, and the exported processor's by the name of its backend."""
     transformers = pytest.importorskip("transformers")
     step_folder, _ = write_step(folder, small(f"in_chans={in_chans}"), **data)
-    weights.export_hugging_face(step_folder, folder / "out")
+    weights_out.export_hugging_face(step_folder, folder / "out")
     overrides = [f"model.{item}" for item in f"img_size=64 patch_size=16 in_chans={in_chans}".split()]
     cfg = config(*overrides, *(f"data.{key}={value}" for key, value in data.items())).data
     mean, std = (torch.tensor(data[key])[:, None, None] for key in ("mean", "std"))
@@ -742,7 +745,7 @@ def test_half_a_pixel_is_cut_off_on_the_other_side(tmp_path):
 
 def test_the_tool_says_what_it_wrote(stored, tmp_path):
     _, folder, tensors = stored
-    done = launch([ROOT / "tools/convert_checkpoint.py", folder, tmp_path / "out", "--format", "timm"])
+    done = run_command([ROOT / "tools/convert_checkpoint.py", folder, tmp_path / "out", "--format", "timm"])
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = done.stdout.splitlines()
     assert line.startswith(f"wrote {tmp_path}/out (timm, ")
@@ -786,11 +789,12 @@ def test_export_takes_the_memory_of_the_weights_alone(tmp_path):
     size = sum(p.numel() * 4 for p in tensors.values()) / 2**20
     code = """
 import resource, sys
-import schema, weights
+import launch
+from interop import weights_out
 from pathlib import Path
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before = peak()
-weights.export_timm(Path(sys.argv[1]), Path(sys.argv[2]))
+weights_out.export_timm(Path(sys.argv[1]), Path(sys.argv[2]))
 print(peak() - before)
 """
     done = subprocess.run(
@@ -805,12 +809,12 @@ def test_exports_of_imagenet_have_names_for_people(tmp_path):
     """timm's own descriptions of the wnids, where all classes are such."""
     cfg = small("num_classes=3")
     wnids = ["n01440764", "n01443537", "n02105855"]
-    weights.export_timm(write_step(tmp_path, cfg, classes=wnids)[0], tmp_path / "out")
+    weights_out.export_timm(write_step(tmp_path, cfg, classes=wnids)[0], tmp_path / "out")
     about = json.loads((tmp_path / "out/config.json").read_text())["pretrained_cfg"]
     assert about["label_names"] == wnids
     assert about["label_descriptions"]["n01440764"] == "tench, Tinca tinca"
     model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
     assert model.pretrained_cfg["label_descriptions"].keys() == set(wnids)
-    weights.export_timm(write_step(tmp_path, cfg, step=4, classes=["n01440764", "a", "b"])[0], tmp_path / "other")
+    weights_out.export_timm(write_step(tmp_path, cfg, step=4, classes=["n01440764", "a", "b"])[0], tmp_path / "other")
     about = json.loads((tmp_path / "other/config.json").read_text())["pretrained_cfg"]
     assert "label_descriptions" not in about

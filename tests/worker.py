@@ -6,7 +6,7 @@ Each task is {"name", "script", "overrides"} and optionally "config_name", "call
 place of the script's main) and "before" (a function of this file to run first). Rank r writes <name>.<r>.json.
 """
 
-import schema
+import launch
 
 import faulthandler
 import importlib
@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
-import distributed
-import metrics
+from observability import metrics
+from runtime import process_group, seeding
+from runtime import session as session_module
 
 
 def poison_new_memory(cfg):
@@ -43,7 +44,7 @@ def clip_with_absent_gradients(cfg):
 
     from optim import clip_grad_norm_
 
-    with distributed.dist_session(cfg) as session:
+    with process_group.dist_session(cfg) as session:
         mesh = init_device_mesh("cpu", (session.world_size,))
         torch.manual_seed(0)
         whole = torch.randn(5, 3)
@@ -61,12 +62,10 @@ def clip_with_absent_gradients(cfg):
 
 def dropout_masks(cfg):
     """The masks of this rank for two steps and two microbatches, before and after other draws."""
-    from trainer import _seed_dropout
-
     masks = {}
-    with distributed.dist_session(cfg) as session:
+    with process_group.dist_session(cfg) as session:
         for step, microbatch in ((1, 0), (1, 1), (2, 0), (1, 0)):
-            _seed_dropout(cfg.seed, step, session.rank, microbatch)
+            seeding.dropout(cfg.seed, step, session.rank, microbatch)
             mask = torch.nn.functional.dropout(torch.ones(64), 0.5).bool().int().tolist()
             key = f"{step}.{microbatch}"
             assert masks.setdefault(key, mask) == mask
@@ -215,13 +214,13 @@ def lose_newest_checkpoint(cfg):
         import shutil
 
         folder = Path(cfg.checkpoint.ckpt_dir)
-        shutil.rmtree(max(checkpoint.complete_checkpoints(folder).values()))
+        shutil.rmtree(max(checkpoint.step_folders(folder).values()))
 
 
 def train_and_tell(cfg):
     """A run of DDP; its seconds in this process, and which libraries are loaded after it."""
-    import trackers
     import train_ddp
+    from observability import trackers
 
     trackers.PATIENCE = 0.5
     start = time.monotonic()
@@ -296,7 +295,7 @@ EXTRA = {}  # what a hook adds to a task's metrics
 
 def gathered(tensor, *, like):
     """The whole of a tensor that is cut over ranks as `like` is, evenly or not; None stands for an empty part."""
-    from distributed import to_local
+    from runtime.tensors import to_local
 
     if not isinstance(like, torch.distributed.tensor.DTensor):
         return tensor.detach().float().cpu()
@@ -313,7 +312,7 @@ def gathered(tensor, *, like):
 
 def run(task):
     os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
-    cfg = schema.load_config(task.get("config_name", "L0_sanity"), task["overrides"], script=task["script"])
+    cfg = launch.load_config(task.get("config_name", "L0_sanity"), task["overrides"], script=task["script"])
     if task.get("before"):
         globals()[task["before"]](cfg)
     if task.get("call"):
@@ -323,7 +322,7 @@ def run(task):
 
 
 def main():
-    distributed.TIMEOUT = timedelta(seconds=60)
+    process_group.TIMEOUT = session_module.TIMEOUT = timedelta(seconds=60)
     tasks, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     for task in tasks:
         faulthandler.dump_traceback_later(80)  # a hang shows where

@@ -196,25 +196,25 @@ VARIANTS = {
 
 def build_variant(size: str, *, kind: str, te: bool = False, recipe: str | None = None, compile: bool = False) -> Any:
     """(module, forward): the model on the GPU with FP32 weights, and forward(images) -> logits under BF16 autocast."""
-    import schema
+    import launch
 
     import timm
     import torch
 
-    import vit
-    from te import transformer_engine
+    import modeling
+    from vit_te import transformer_engine
 
     overrides = [f"model=vit_{size}_224", "model.act_layer=gelu_tanh", "data=synthetic", "num_epochs=null"]
     overrides += ["num_train_steps=1", f"model.transformer_engine={str(te).lower()}"]
     if te and recipe:
         overrides += [FP8, f"fp8_config.fp8_recipe={RECIPES[recipe]}"]
-    cfg = schema.load_config("vit_base_patch16_224", [*overrides, "compile=false"])
+    cfg = launch.load_config("vit_base_patch16_224", [*overrides, "compile=false"])
     context: Callable = contextlib.nullcontext
     if kind == "ours":
         with torch.device("cuda"):
-            model = vit.VisionTransformer(cfg.model, cfg.fp8_config)
+            model = modeling.build_model(cfg.model, cfg.fp8_config)
         model.init_weights(0)
-        vit.prepare_blocks(model, activation_checkpointing=False, compile=compile)
+        modeling.prepare_blocks(model, activation_checkpointing=False, compile=compile)
     else:
         block = {"block_fn": bare_block()} if kind == "bare" else {}
         model = timm.create_model(f"vit_{size}_224", num_classes=1000, act_layer="gelu_tanh", **block).cuda()
@@ -242,7 +242,7 @@ def bare_block() -> type:
     import torch
     from transformer_engine.pytorch.utils import SplitAlongDim
 
-    from te import transformer_engine
+    from vit_te import transformer_engine
 
     engine = transformer_engine()
 
@@ -268,10 +268,10 @@ def bare_block() -> type:
 
 def common_name(name: str) -> str:
     """The name in timm's model of a parameter of any of the variants."""
-    import vit
+    from runtime.parameter_names import timm_name
 
     bare = name.replace(".qkv.", ".attn.qkv.").replace(".proj.", ".attn.proj.").replace(".attn.attn.", ".attn.")
-    return vit.timm_name(bare.replace("patch_embed.attn.proj", "patch_embed.proj").replace("_orig_mod.", ""))
+    return timm_name(bare.replace("patch_embed.attn.proj", "patch_embed.proj").replace("_orig_mod.", ""))
 
 
 def compare_gradients(size: str, variants: list[str]) -> dict[str, dict[str, float]]:
@@ -419,6 +419,7 @@ def parts_of_a_picture(dataset: Any, keys: list[Any]) -> dict[str, float]:
     import torch
 
     import imagenet_dataset as data
+    from runtime import seeding
 
     read, decoder, cfg = dataset.pictures.read, dataset.decoder, dataset.cfg
     files = [read(index) for _, index in keys]
@@ -433,7 +434,7 @@ def parts_of_a_picture(dataset: Any, keys: list[Any]) -> dict[str, float]:
     cuts = [cut(image) for image in images]
 
     def seed(key: tuple[int, int]) -> None:
-        with data.seeded(dataset.seed, key[0]):
+        with seeding.sample(dataset.seed, key[0]):
             pass
 
     decode = functools.partial(map, decoder.tensor, files, headers)
@@ -488,7 +489,7 @@ def dali(files: list[str], size: int, interpolation: str, batch: int) -> Callabl
 
 def loader(args: argparse.Namespace) -> dict[str, Any]:
     """CPU seconds an image in turn for each way, several rounds; then what reaches the device."""
-    import schema
+    import launch
 
     import torch
     from torch.utils.data import default_collate
@@ -508,7 +509,7 @@ def loader(args: argparse.Namespace) -> dict[str, Any]:
 
         def config(*overrides: str) -> Any:
             base = [f"data.path={folder}", "output_dir=unused", "num_epochs=1", "global_batch_size=64"]
-            return schema.load_config("vit_base_patch16_224", [*base, *overrides, *args.overrides])
+            return launch.load_config("vit_base_patch16_224", [*base, *overrides, *args.overrides])
 
         ways: dict[str, Callable[[], float]] = {}
         for interpolation in ("bilinear", "bicubic"):
@@ -552,7 +553,7 @@ def loader(args: argparse.Namespace) -> dict[str, Any]:
             workers = f"data.num_workers={args.workers}"
             cfg = config(f"data.decoder={decoder}", workers, f"global_batch_size={args.batch}", "num_epochs=3")
             started = time.perf_counter()
-            batches = iter(data.build_loaders(cfg, rank=0, world_size=1, start_step=0)[0])
+            batches = iter(data.build_loaders(cfg, data.run_sizes(cfg, 1), rank=0, start_step=0)[0])
             device = "cuda" if torch.cuda.is_available() else "cpu"
             next(batches)
             first = time.perf_counter() - started
@@ -588,7 +589,7 @@ KERNELS = {  # first match counts
 
 def profile(args: argparse.Namespace) -> dict[str, Any]:
     """Run one entrypoint under torch.profiler in this process and add up the kernels of its last steps."""
-    import schema
+    import launch
 
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -600,7 +601,7 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     # One folder for all ranks; what a run writes there is of no interest.
     folder = Path(tempfile.gettempdir()) / f"profile-{os.environ.get('MASTER_PORT', os.getpid())}"
     output = [f"output_dir={folder}", "checkpoint.ckpt_dir=null", "evaluation.every_n_steps=null"]
-    cfg = schema.load_config(config_name, [*overrides, *output, "logger.frequency=1000"], script=args.script)
+    cfg = launch.load_config(config_name, [*overrides, *output, "logger.frequency=1000"], script=args.script)
     # The optimizer takes a step or two before the first of the run; the last ones are not needed. What comes between
     # the warm-up and the profile is timed without it.
     wait = cfg.num_train_steps - args.steps - 2

@@ -19,8 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import schema
-from schema import Config, ConfigError, RunError, pair
+import launch
 
 import functools
 import itertools
@@ -42,12 +41,13 @@ from timm.optim import Muon, create_optimizer_v2, param_groups_layer_decay
 from timm.scheduler import CosineLRScheduler
 from torch import nn
 
-import augment
-import distributed
 import imagenet_dataset
 import vit
 from benchmark import config_name_and_overrides, write
-from weights import timm_arguments
+from input_pipeline import augment
+from interop.weights_out import timm_arguments
+from runtime import process_group
+from schema import Config, ConfigError, RunError, pair
 
 # What this loop can honour one value of.
 ONLY = """
@@ -81,8 +81,8 @@ def check(cfg: Config) -> None:
             raise ConfigError(f"{key}={given}: tools/compare.py, which is timm's parts alone, needs {key}={value}")
     if (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ConfigError(f"WORLD_SIZE={world_size}: tools/compare.py is one process; start it without torchrun")
-    schema.check_script(cfg, "compare", 1)
-    imagenet_dataset.check(cfg)
+    launch.check_script(cfg, "compare", 1)
+    imagenet_dataset.run_sizes(cfg, 1)
 
 
 def build_model(cfg: Config) -> VisionTransformer:
@@ -177,9 +177,10 @@ def _muon(model: nn.Module, cfg: Config) -> Muon:
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, cfg: Config) -> CosineLRScheduler:
-    """`step_update(step)` before update number `step`, 1 being the first, sets the rate of optim.lr_at(step, cfg)."""
+    """`step_update(step)` before update number `step`, 1 being the first, sets the rate of optim.lr_at."""
     schedule = cfg.lr_scheduler
-    length = schedule.num_training_steps or imagenet_dataset.num_train_steps(cfg)
+    sizes = imagenet_dataset.run_sizes(cfg, 1)
+    length = sizes.schedule_steps
     warmup = {"warmup_t": schedule.num_warmup_steps, "warmup_lr_init": schedule.warmup_start_lr, "warmup_prefix": True}
     length = max(length - schedule.num_warmup_steps, 1)  # of the cosine, after the warmup
     return CosineLRScheduler(optimizer, t_initial=length, lr_min=schedule.min_lr, t_in_epochs=False, **warmup)
@@ -226,7 +227,7 @@ def train(cfg: Config) -> dict[str, Any]:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_bf16 = cfg.precision == "bf16"
-    distributed.set_kernels(cfg)  # the entrypoints': timm has none of its own
+    process_group.set_kernels(cfg)  # the entrypoints': timm has none of its own
     torch.backends.cudnn.benchmark = is_bf16
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=is_bf16)
     timm.utils.random_seed(cfg.seed)
@@ -239,7 +240,8 @@ def train(cfg: Config) -> dict[str, Any]:
         each.compile()  # torch.compile, of the whole
     train_loader, val_loader = (build_loader(cfg, split, device) for split in ("train", "val"))
     mixup, loss_of = build_loss(cfg)
-    total_steps, every = imagenet_dataset.num_train_steps(cfg), cfg.evaluation.every_n_steps
+    sizes = imagenet_dataset.run_sizes(cfg, 1)
+    total_steps, every = sizes.num_train_steps, sizes.evaluate_every
     epochs = itertools.chain.from_iterable(itertools.repeat(train_loader))
 
     losses, speeds, validation = {}, [], []
@@ -289,16 +291,16 @@ def train(cfg: Config) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> None:
     """Parse, check, train, write."""
     start = time.perf_counter()
-    parser = schema.Parser(__doc__)
+    parser = launch.Parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="the result, as JSON")
     parser.add_argument("overrides", nargs="*", help="after --: an entrypoint's own arguments")
     args = parser.parse_args(argv)
     try:
-        cfg = schema.load_config(*config_name_and_overrides(args.overrides), script="compare")
+        cfg = launch.load_config(*config_name_and_overrides(args.overrides), script="compare")
         check(cfg)
         results = train(cfg)
     except (ConfigError, RunError) as error:
-        schema.exit_with(str(error), code=2 if isinstance(error, ConfigError) else 1)
+        launch.exit_with(str(error), code=2 if isinstance(error, ConfigError) else 1)
     results["wall_s"] = round(time.perf_counter() - start, 3)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     write(args.output, results)

@@ -13,32 +13,32 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import schema
+from launch import Parser, exit_with
 
-import weights
+from interop import weights_out
+from runtime.step_folders import newest_step
+from schema import ConfigError
 
-EXPORTS = {"timm": weights.export_timm, "hugging-face": weights.export_hugging_face}
+EXPORTS = {"timm": weights_out.export_timm, "hugging-face": weights_out.export_hugging_face}
 
 
 def main() -> None:
     """Parse, convert, say what was written."""
-    parser = schema.Parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("source", type=Path, metavar="SOURCE")
     parser.add_argument("target", type=Path, metavar="TARGET")
     parser.add_argument("--format", choices=EXPORTS, required=True)
     parser.add_argument("--raw", action="store_true", help="the weights themselves, not their moving average")
     args = parser.parse_args()
     if args.target.exists():
-        schema.exit_with(f"{args.target} is there already: give a new folder")
-    step_folder = weights.newest_step(args.source)
+        exit_with(f"{args.target} is there already: give a new folder")
+    step_folder = newest_step(args.source)
     if step_folder is None:
-        schema.exit_with(
-            f"{args.source} is no complete step_XXXXXXXX folder and holds none: give one, or a run's checkpoints"
-        )
+        exit_with(f"{args.source} is no complete step_XXXXXXXX folder and holds none: give one, or a run's checkpoints")
     try:
         kind = EXPORTS[args.format](step_folder, args.target, raw=args.raw)
-    except (schema.ConfigError, OSError) as error:
-        schema.exit_with(str(error))
+    except (ConfigError, OSError) as error:
+        exit_with(str(error))
     size = sum(file.stat().st_size for file in args.target.iterdir())
     print(f"wrote {args.target} ({args.format}, {size / 2**20:.1f} MiB, {kind}) from {step_folder}")
 

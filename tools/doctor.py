@@ -170,16 +170,15 @@ def check_cudnn(libraries: list[Path], version_of: Any = cudnn_version) -> Itera
 
 def check_transformer_engine() -> Iterator[Row]:
     """Its import, which fails where its libraries do not fit, and the FP8 recipes of this card."""
-    from schema import ConfigError
-
     import torch
 
-    import te
+    import vit_te
+    from schema import ConfigError
 
     if not any(name.startswith("transformer_engine") for name in _installed()):
         return  # the packages' rows say so
     try:
-        engine = te.transformer_engine()
+        engine = vit_te.transformer_engine()
     except ConfigError as error:
         text = str(error).removeprefix("model.transformer_engine=true, but ")
         yield Row("TransformerEngine", BROKEN, text, "see the row of cuDNN; else build it again for this torch")
@@ -212,7 +211,7 @@ def check_host(cfg: Any, ranks_here: int) -> Iterator[Row]:
 
 def check_shared_memory(cfg: Any, world_size: int, ranks_here: int) -> Iterator[Row]:
     """Room for the loader processes' batches."""
-    import shared_memory
+    from runtime import shared_memory
 
     if not shared_memory.FOLDER.is_dir():
         return
@@ -227,17 +226,15 @@ def check_shared_memory(cfg: Any, world_size: int, ranks_here: int) -> Iterator[
 
 def check_data(cfg: Any) -> Iterator[Row]:
     """The folder as training would read it, and the speed of one process with a microbatch."""
+    import imagenet_dataset
     from schema import ConfigError
 
-    import imagenet_dataset
-
     try:
-        imagenet_dataset.check(cfg)
-        train, val, classes = imagenet_dataset.sizes(cfg)
+        sizes = imagenet_dataset.run_sizes(cfg, 1)
         batch = min(cfg.global_batch_size, 64)
         alone = dataclasses.replace(cfg, global_batch_size=batch, micro_batch_size=batch)
         alone = dataclasses.replace(alone, data=dataclasses.replace(cfg.data, num_workers=0))
-        loader, _ = imagenet_dataset.build_loaders(alone, rank=0, world_size=1, start_step=0)
+        loader, _ = imagenet_dataset.build_loaders(alone, imagenet_dataset.run_sizes(alone, 1), rank=0, start_step=0)
         start = time.perf_counter()
         next(iter(loader))
         rate = batch / (time.perf_counter() - start)
@@ -246,7 +243,8 @@ def check_data(cfg: Any) -> Iterator[Row]:
     except OSError as error:
         yield Row("data", BROKEN, first_line(error), "replace the file, or take it out")
     else:
-        found = f"{train:,} training and {val:,} validation images, {len(classes) or cfg.model.num_classes} classes; "
+        found = f"{sizes.num_train_images:,} training and {sizes.num_val_images:,} validation images, "
+        found += f"{len(sizes.classes) or cfg.model.num_classes} classes; "
         yield Row("data", OK, f"{found}one process reads {rate:,.0f} images/s")
 
 
@@ -287,16 +285,19 @@ def check_disk(cfg: Any) -> Iterator[Row]:
 
 def check_scripts(cfg: Any, world_size: int) -> Iterator[Row]:
     """What each entrypoint would say to this config on this machine."""
-    from schema import ConfigError, check_script, micro_batch
+    from launch import check_script
+
+    from schema import ConfigError, split_batch
 
     for script in SCRIPTS:
         try:
             check_script(cfg, script, world_size)
-            micro, accumulation = micro_batch(cfg, world_size)
+            split = split_batch(cfg, world_size)
         except ConfigError as error:
             yield Row(f"{script}.py", NOTE, f"would refuse: {error}")
         else:
-            yield Row(f"{script}.py", OK, f"{micro} images x {world_size} ranks x {accumulation} microbatches a step")
+            found = f"{split.micro_batch_size} images x {world_size} ranks x {split.accumulation} microbatches a step"
+            yield Row(f"{script}.py", OK, found)
 
 
 def time_all_reduce() -> Row:
@@ -356,9 +357,11 @@ def look(args: argparse.Namespace) -> list[Row]:
         return rows
     try:
         with contextlib.redirect_stderr(io.StringIO()) as complaint:
-            import schema
+            import launch
 
             import torch  # noqa: F401
+
+            import schema
     except (ImportError, OSError, SystemExit) as error:
         text = complaint.getvalue().strip() or first_line(error)
         return [*rows, Row("import of torch", BROKEN, text, "install torch and torchvision again, from one place")]
@@ -373,8 +376,8 @@ def look(args: argparse.Namespace) -> list[Row]:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     try:
-        cfg = schema.load_config(args.config_name, args.overrides, script=SCRIPTS[0])
-        schema.micro_batch(cfg, world_size)
+        cfg = launch.load_config(args.config_name, args.overrides, script=SCRIPTS[0])
+        schema.split_batch(cfg, world_size)
     except schema.ConfigError as error:
         return [*rows, Row("config", BROKEN, str(error), "see the message; the arguments are the entrypoints'")]
     rows += check_scripts(cfg, world_size)

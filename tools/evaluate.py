@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import schema
+from launch import Parser, exit_with
 
 import json
 import os
@@ -22,9 +22,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import infer
-from decode import PictureError
-from folders import Folder, list_folder
 from imagenet_dataset import PADDING, EvalSampler
+from input_pipeline.decode import PictureError
+from input_pipeline.image_folders import Folder, list_folder
+from observability.metrics import top_k_hits
+from schema import ConfigError
 
 
 class Pictures(Dataset):
@@ -55,8 +57,8 @@ def evaluate(
             logits = model(images)
         is_picture = labels != PADDING
         labels = labels[is_picture]
-        hits = logits[is_picture].float().topk(min(5, num_classes), dim=1).indices == labels[:, None]  # B 5
-        counts = torch.stack([torch.ones_like(labels), hits[:, 0], hits.any(dim=1)], dim=1).double()
+        hits = top_k_hits(logits[is_picture].float(), labels)  # B 2
+        counts = torch.cat([torch.ones_like(labels)[:, None], hits], dim=1).double()
         sums.index_add_(0, labels, counts)
     dist.all_reduce(sums)
     return sums
@@ -64,7 +66,7 @@ def evaluate(
 
 def main(argv: list[str] | None = None) -> None:
     """Parse, load, count, answer from rank 0."""
-    parser = schema.Parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--batch-size", type=int, default=64, help="pictures a process and batch")
@@ -79,9 +81,9 @@ def main(argv: list[str] | None = None) -> None:
         names = tuple(infer.class_names(model)) if model.pretrained_cfg.get("label_names") else None
         folder = list_folder(args.folder.resolve(), names)
         if len(folder.classes) > model.num_classes:
-            raise schema.ConfigError(f"{args.folder} has {len(folder.classes)} classes, the model {model.num_classes}")
-    except (schema.ConfigError, OSError) as error:
-        schema.exit_with(str(error))
+            raise ConfigError(f"{args.folder} has {len(folder.classes)} classes, the model {model.num_classes}")
+    except (ConfigError, OSError) as error:
+        exit_with(str(error))
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")

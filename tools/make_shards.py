@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import schema
+from launch import Parser, exit_with
 
 import argparse
 import concurrent.futures
@@ -36,8 +36,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-import shards
-from imagenet_dataset import scan
+from input_pipeline import tar_shards
+from input_pipeline.image_folders import scan
+from schema import ConfigError
 
 SPLITS = ("train", "val")
 
@@ -99,7 +100,7 @@ def keys_of(names: list[str]) -> list[tuple[str, str]]:
 
 def plan(pictures: Pictures, args: argparse.Namespace) -> list[np.ndarray]:
     """The pictures of each shard: an order shuffled by the seed, in parts of about equal number or size."""
-    order = shards.permutation(len(pictures.names), args.seed)
+    order = tar_shards.permutation(len(pictures.names), args.seed)
     if args.megabytes_per_shard is None:
         return np.array_split(order, -(-len(order) // args.samples_per_shard))
     sizes = pictures.sizes()[order]
@@ -119,17 +120,17 @@ def write_split(target: Path, split: str, pictures: Pictures, args: argparse.Nam
     for part in parts:
         content.update(json.dumps([(keys[i], pictures.labels[i]) for i in part]).encode())
     if unfit := [name for name in pictures.classes if not name or "\n" in name or "\r" in name]:
-        raise schema.ConfigError(f"class {unfit[0]!r} cannot stand in classes.txt, one name a line: rename its folder")
+        raise ConfigError(f"class {unfit[0]!r} cannot stand in classes.txt, one name a line: rename its folder")
 
     (target / split).mkdir(parents=True, exist_ok=True)
     with _alone(target):
         _agree(target / "classes.txt", "".join(f"{name}\n" for name in pictures.classes))
         if not (target / f"{split}.plan.json").exists() and any((target / split).glob("*.tar")):
-            raise schema.ConfigError(f"{target / split} holds shards that this tool did not make: give a new folder")
+            raise ConfigError(f"{target / split} holds shards that this tool did not make: give a new folder")
         facts = {"pictures": len(keys), "shards": len(parts), "sha256": content.hexdigest()}
         _agree(target / f"{split}.plan.json", json.dumps(facts) + "\n")
         _write_shards(target / split, split, parts, keys, pictures, workers=args.workers)
-        shards.make_index(str(target), split)
+        tar_shards.make_index(str(target), split)
     print(f"{split}: {len(keys)} pictures of {len(pictures.classes)} classes in {len(parts)} shards, {target / split}")
 
 
@@ -139,7 +140,7 @@ def _alone(target: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise schema.ConfigError(f"another process makes shards in {target}: wait for it") from None
+            raise ConfigError(f"another process makes shards in {target}: wait for it") from None
         yield
 
 
@@ -148,9 +149,7 @@ def _agree(file: Path, content: str) -> None:
     data = content.encode(errors="surrogateescape")
     if file.exists():
         if file.read_bytes() != data:
-            raise schema.ConfigError(
-                f"{file} is of other pictures, classes, seed or shard size: give those, or a new folder"
-            )
+            raise ConfigError(f"{file} is of other pictures, classes, seed or shard size: give those, or a new folder")
         return
     _replace(file, lambda target: target.write(data))
 
@@ -224,10 +223,10 @@ def index(path: str) -> bool:
     """
     is_whole = True
     for split in SPLITS:
-        listed = shards.make_index(path, split)
-        found = shards.load(path, split, "skip")
+        listed = tar_shards.make_index(path, split)
+        found = tar_shards.load(path, split, "skip")
         print(f"{split}: {len(found)} pictures of {len(found.classes)} classes in {len(listed)} shards")
-        texts, skipped = shards.damage(listed, found.classes)
+        texts, skipped = tar_shards.damage(listed, found.classes)
         for text in texts:
             print(f"{split}: damaged: {text}")
         if skipped:
@@ -260,7 +259,7 @@ def _number(kind: type, *, above: int) -> Callable[[str], Any]:
 
 def main() -> None:
     """Parse and run."""
-    parser = schema.Parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("source", metavar="SOURCE", nargs="?")
     parser.add_argument("target", metavar="TARGET", nargs="?", type=Path)
     parser.add_argument("--index", metavar="FOLDER", help="only write the index files of the shards in FOLDER")
@@ -273,10 +272,10 @@ def main() -> None:
             sys.exit(0 if index(args.index) else 1)
         for split in SPLITS:
             write_split(args.target, split, from_folder(args.source, split), args)
-    except (schema.ConfigError, OSError) as error:
-        schema.exit_with(str(error))
+    except (ConfigError, OSError) as error:
+        exit_with(str(error))
     except KeyboardInterrupt:
-        schema.exit_with("stopped: the same command again goes on", code=130)
+        exit_with("stopped: the same command again goes on", code=130)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import schema
+from launch import Parser, exit_with
 
 import argparse
 import concurrent.futures
@@ -38,6 +38,7 @@ from timm.data import ImageNetInfo
 from tqdm import tqdm
 
 import make_shards
+from schema import ConfigError
 
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
 WNIDS = tuple(sorted(ImageNetInfo().label_names()))
@@ -79,9 +80,7 @@ def read_devkit(archive: Path) -> Devkit:
     try:
         from scipy.io import loadmat
     except ImportError:
-        raise schema.ConfigError(
-            f"scipy is not installed, which reads meta.mat of {DEVKIT}: pip install scipy"
-        ) from None
+        raise ConfigError(f"scipy is not installed, which reads meta.mat of {DEVKIT}: pip install scipy") from None
     files = {}
     try:
         with tarfile.open(archive, "r:gz") as tar:
@@ -98,9 +97,7 @@ def read_devkit(archive: Path) -> Devkit:
         )
     except (OSError, EOFError, zlib.error, tarfile.TarError, KeyError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise schema.ConfigError(
-            f"{archive} cannot be read, download it again ({type(error).__name__}: {reason})"
-        ) from error
+        raise ConfigError(f"{archive} cannot be read, download it again ({type(error).__name__}: {reason})") from error
 
 
 def members(file: Any, *, length: int, name: str) -> Iterator[tarfile.TarInfo]:
@@ -114,14 +111,14 @@ def members(file: Any, *, length: int, name: str) -> Iterator[tarfile.TarInfo]:
         for member in tarfile.TarFile(fileobj=file):
             end, last = member.offset_data + -(-member.size // 512) * 512 * member.isreg(), member.name
             if end > length:
-                raise schema.ConfigError(f"{name} is cut short within {member.name}: download it again")
+                raise ConfigError(f"{name} is cut short within {member.name}: download it again")
             if member.isreg():
                 yield member
     except tarfile.TarError as error:
-        raise schema.ConfigError(f"{name} is damaged after {last}, download it again: {error}") from error
+        raise ConfigError(f"{name} is damaged after {last}, download it again: {error}") from error
     file.seek(end)  # where tarfile ends silently at anything that is no header
     if file.read(512).strip(b"\0"):
-        raise schema.ConfigError(f"{name} is damaged after {last}: download it again")
+        raise ConfigError(f"{name} is damaged after {last}: download it again")
 
 
 class TrainArchive:
@@ -133,9 +130,7 @@ class TrainArchive:
             found = list(members(file, length=path.stat().st_size, name=path.name))
         self.parts = {member.name.removesuffix(".tar"): member for member in found}
         if unknown := sorted(set(self.parts) - set(WNIDS)):
-            raise schema.ConfigError(
-                f"{path} holds {unknown[0]}, which is no class of ILSVRC2012: is it another archive?"
-            )
+            raise ConfigError(f"{path} holds {unknown[0]}, which is no class of ILSVRC2012: is it another archive?")
         self.num_bytes = sum(member.size for member in found)
 
     def pictures(self, part: str) -> Iterator[Picture]:
@@ -161,7 +156,7 @@ class ValArchive:
                 name = os.path.basename(member.name)
                 number = re.fullmatch(r"ILSVRC2012_val_(\d{8})\.JPEG", name)
                 if number is None or not 1 <= int(number[1]) <= len(self.devkit.val_wnids):
-                    raise schema.ConfigError(f"{self.path} holds {name}, which has no label in {DEVKIT}")
+                    raise ConfigError(f"{self.path} holds {name}, which has no label in {DEVKIT}")
                 yield Picture(self.devkit.val_wnids[int(number[1]) - 1], name, member.offset_data, member.size)
 
 
@@ -263,7 +258,7 @@ def prepare(args: argparse.Namespace) -> list[str]:
     needed = {"train": [TRAIN], "val": [VAL, DEVKIT]}
     names = [name for split in args.splits for name in needed[split]]
     if absent := [name for name in names if not (args.archives / name).is_file()]:
-        raise schema.ConfigError(
+        raise ConfigError(
             f"{args.archives} lacks {', '.join(absent)}: download ILSVRC2012 from https://image-net.org, or give "
             "--splits train or --splits val"
         )
@@ -282,7 +277,7 @@ def prepare(args: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     """Parse, work, say what is missing."""
-    parser = schema.Parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("archives", metavar="ARCHIVES", type=Path)
     parser.add_argument("target", metavar="TARGET", type=Path)
     parser.add_argument("--splits", nargs="+", choices=("train", "val"), default=["train", "val"])
@@ -290,12 +285,12 @@ def main() -> None:
     make_shards.add_options(parser)
     try:
         lines = prepare(parser.parse_args())
-    except (schema.ConfigError, OSError) as error:
-        schema.exit_with(str(error))
+    except (ConfigError, OSError) as error:
+        exit_with(str(error))
     except KeyboardInterrupt:
-        schema.exit_with("stopped: the same command again goes on", code=130)
+        exit_with("stopped: the same command again goes on", code=130)
     if lines:
-        schema.exit_with(f"incomplete, download the archives again: {'; '.join(lines)}", code=1)
+        exit_with(f"incomplete, download the archives again: {'; '.join(lines)}", code=1)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,150 @@
-"""TransformerEngine: its import, its FP8 recipes, and what FP8 needs around the layers.
+"""The Vision Transformer on TransformerEngine's fused layers: its blocks, its import, FP8's recipes and state.
 
+The parameters of the fused layers have names of their own, which runtime/parameter_names.py maps to timm's.
 FP8 multiplies in 8 bits: every operand is scaled to fit, by a factor a tensor (delayed and current scaling) or a block.
 The linear layers of the blocks are quantized; residual stream, norms, attention, patch embedding and head stay in BF16
 or FP32. Delayed scaling takes the factor from the largest values of past steps, and so has a state.
 """
 
-from schema import ConfigError, Fp8Config
-
 import contextlib
+import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from timm.layers import get_act_layer
 from torch import nn
+
+from schema import ConfigError, Fp8Config, ModelConfig
+from vit import LayerScale, VisionTransformer, scaled
 
 # TransformerEngine names the attention backend that it chooses if these say so when it is imported.
 os.environ.setdefault("NVTE_DEBUG", "1")
 os.environ.setdefault("NVTE_DEBUG_LEVEL", "1")
+# TransformerEngine's names of activations. Its GELU is the tanh form; it has none of the erf form.
+TE_ACTIVATIONS = {"gelu_tanh": "gelu", "quick_gelu": "qgelu", "relu": "relu", "silu": "silu"}
+
+
+class TEAttention(nn.Module):
+    """norm1 and timm's Attention on TransformerEngine's layers; rows of the QKV weight in timm's order, [q | k | v]."""
+
+    def __init__(self, cfg: ModelConfig, row_multiple: int) -> None:
+        super().__init__()
+        engine, self.row_multiple = transformer_engine(), row_multiple
+        width, self.num_heads = cfg.embed_dim, cfg.num_heads
+        head_width = width // cfg.num_heads
+        device = default_device()
+        self.qkv = engine.LayerNormLinear(width, 3 * width, eps=cfg.norm_eps, bias=cfg.qkv_bias, device=device)
+        self.q_norm, self.k_norm = (
+            nn.LayerNorm(head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity() for _ in range(2)
+        )
+        self.core = engine.DotProductAttention(
+            cfg.num_heads,
+            head_width,
+            attention_dropout=cfg.attn_drop_rate,
+            qkv_format="bshd",
+            attn_mask_type="no_mask",
+        )
+        self.attn_drop_rate = cfg.attn_drop_rate
+        self.proj = engine.Linear(width, width, bias=cfg.proj_bias, device=device)
+        self.proj_drop = nn.Dropout(cfg.proj_drop_rate)
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
+        """(B, N, D) -> (B, N, D)."""
+        options = {"multiple": self.row_multiple, "is_first_microbatch": is_first_microbatch}
+        qkv = on_rows(self.qkv, x, **options).unflatten(-1, (3 * self.num_heads, -1))  # B N 3D -> B N 3H K
+        q, k, v = split_heads(qkv, self.num_heads)  # B N H K
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast norms in FP32
+        return self.proj_drop(on_rows(self.proj, self.attend(q, k, v), **options))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values (B, N, H, K) -> (B, N, D)."""
+        if q.shape[1] % 128 != 64:
+            return self.core(q, k, v)
+        # By torch, whose cuDNN attention process_group.set_kernels turns off: TransformerEngine's is cuDNN's, with NaN
+        # gradients for 64, 192, 576, ... tokens whose logits are all far below zero (H100, TransformerEngine 2.20,
+        # cuDNN 9.19: benchmarks/attention_nan_te_h100x1.log; https://github.com/pytorch/pytorch/issues/196678).
+        log_attention_by_torch(q.shape[1])
+        dropout = self.attn_drop_rate if self.training else 0.0
+        x = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), dropout_p=dropout)  # B H N K
+        return x.transpose(1, 2).flatten(2)
+
+
+class TEDropoutMlp(nn.Module):
+    """norm2 and timm's Mlp where there is dropout inside, for which TransformerEngine's fused MLP has no place."""
+
+    def __init__(self, cfg: ModelConfig, hidden: int) -> None:
+        super().__init__()
+        engine, device = transformer_engine(), default_device()
+        width = cfg.embed_dim
+        self.fc1 = engine.LayerNormLinear(width, hidden, eps=cfg.norm_eps, bias=cfg.proj_bias, device=device)
+        self.act = get_act_layer(cfg.act_layer)()
+        self.drop = nn.Dropout(cfg.proj_drop_rate)
+        self.fc2 = engine.Linear(hidden, width, bias=cfg.proj_bias, device=device)
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
+        """(..., D) -> (..., D)."""
+        x = self.drop(self.act(self.fc1(x, is_first_microbatch=is_first_microbatch)))
+        return self.drop(self.fc2(x, is_first_microbatch=is_first_microbatch))
+
+
+class TEBlock(nn.Module):
+    """`Block` on TransformerEngine's fused layers: the same function, the same options, other kernels."""
+
+    def __init__(self, cfg: ModelConfig, *, row_multiple: int) -> None:
+        super().__init__()
+        self.row_multiple = row_multiple
+        hidden = int(cfg.embed_dim * cfg.mlp_ratio)
+        self.attn = TEAttention(cfg, row_multiple)
+        self.mlp = (
+            TEDropoutMlp(cfg, hidden)
+            if cfg.proj_drop_rate
+            else transformer_engine().LayerNormMLP(
+                cfg.embed_dim,
+                hidden,
+                eps=cfg.norm_eps,
+                bias=cfg.proj_bias,
+                activation=TE_ACTIVATIONS[cfg.act_layer],
+                device=default_device(),
+            )
+        )
+        self.ls1, self.ls2 = (
+            nn.Identity() if cfg.init_values is None else LayerScale(cfg.embed_dim, cfg.init_values) for _ in range(2)
+        )
+
+    def forward(
+        self, x: torch.Tensor, keep: torch.Tensor | None = None, is_first_microbatch: bool | None = None
+    ) -> torch.Tensor:
+        """(B, N, D) -> (B, N, D); `keep` as `Block` has it."""
+        x = x + scaled(self.ls1(self.attn(x, is_first_microbatch)), keep, 0)
+        mlp = on_rows(self.mlp, x, self.row_multiple, is_first_microbatch=is_first_microbatch)
+        return x + scaled(self.ls2(mlp), keep, 1)
+
+
+class TEVisionTransformer(VisionTransformer):
+    """`VisionTransformer` with `TEBlock`s: other kernels, the same function, FP8 if the config asks for it."""
+
+    def __init__(self, cfg: ModelConfig, fp8: Fp8Config) -> None:
+        self.recipe = recipe(fp8)
+        forget_earlier_models()
+        with quantized_weights(self.recipe, enabled=fp8.quantized_model_init):
+            super().__init__(cfg, block=functools.partial(TEBlock, row_multiple=row_multiple(self.recipe)))
+        log_attention_backend()
+        self.scaling = scaling_state(self, self.recipe)
+
+    def run_blocks(
+        self, x: torch.Tensor, keeps: Iterable[torch.Tensor | None], is_first_microbatch: bool | None
+    ) -> torch.Tensor:
+        """(B, N, D) -> (B, N, D), by `VisionTransformer.forward`'s arguments."""
+        with quantized(self.recipe, self.scaling):
+            for block, keep in zip(self.blocks, keeps, strict=True):
+                x = block(x, keep, is_first_microbatch=is_first_microbatch)
+        return x
 
 
 def transformer_engine() -> ModuleType:
@@ -190,7 +314,7 @@ def log_attention_backend() -> None:
 def log_attention_by_torch(tokens: int) -> None:
     """Say, once and where TransformerEngine would, that torch's attention stands in for its own."""
     logging.getLogger("DotProductAttention").info(
-        "Running with torch's attention for %d tokens (vit.TEAttention)", tokens
+        "Running with torch's attention for %d tokens (vit_te.TEAttention)", tokens
     )
 
 

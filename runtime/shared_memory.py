@@ -1,14 +1,13 @@
 """Room in /dev/shm, where loader processes hand over their batches; Docker gives a container 64 MiB by default."""
 
-from schema import Config, micro_batch, pair
-
 import logging
 import math
 import os
 import shutil
 from pathlib import Path
 
-from distributed import Session
+from runtime.session import Session
+from schema import Config, pair, split_batch
 
 logger = logging.getLogger(__name__)
 FOLDER = Path("/dev/shm")
@@ -18,7 +17,7 @@ LOADERS = 2  # training batches lie there while validation ones are made
 
 def needed(cfg: Config, *, world_size: int, ranks_here: int) -> int:
     """Bytes that the loader processes of one node, which has `ranks_here` of the ranks, fill at most."""
-    micro, _ = micro_batch(cfg, world_size)
+    micro = split_batch(cfg, world_size).micro_batch_size
     batch = micro * cfg.model.in_chans * math.prod(pair(cfg.data.image_size))  # uint8
     return ranks_here * LOADERS * cfg.data.num_workers * AHEAD * batch
 

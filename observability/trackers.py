@@ -4,8 +4,6 @@ Each library is fed by a thread of its own. If it raises, or does not reach its 
 goes on without it, and metrics.jsonl has every value anyway. One axis for training and validation: the step.
 """
 
-from schema import Config
-
 import contextlib
 import json
 import logging
@@ -19,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from distributed import to_plain
+from schema import Config, to_plain
 
 logger = logging.getLogger(__name__)
 PATIENCE = 20.0  # seconds that a run which is done waits for a library to be done, too: less than torchrun lets it live
@@ -88,7 +86,7 @@ class TensorBoard:
         self.writer.close()
 
 
-class Outlet:
+class TrackerThread:
     """The thread that feeds one library, and the one place where its failures end."""
 
     def __init__(self, kind: type[Wandb] | type[TensorBoard], *args: Any) -> None:
@@ -137,10 +135,10 @@ class Outlet:
             logger.warning("%s: %s; the run goes on without it, metrics.jsonl has every value", self.name, reason)
 
 
-def start(cfg: Config, output_dir: Path, *, run_id: str, start_step: int) -> list[Outlet]:
+def start(cfg: Config, output_dir: Path, *, run_id: str, start_step: int) -> list[TrackerThread]:
     """What the config asks for; call it on rank 0."""
     asked_for = {Wandb: cfg.wandb.mode != "disabled", TensorBoard: cfg.tensorboard.enabled}
-    return [Outlet(kind, cfg, output_dir, run_id, start_step) for kind, is_on in asked_for.items() if is_on]
+    return [TrackerThread(kind, cfg, output_dir, run_id, start_step) for kind, is_on in asked_for.items() if is_on]
 
 
 @contextlib.contextmanager

@@ -5,8 +5,6 @@
 Listing ImageNet takes minutes on a network file system, so the list is kept (`_index`).
 """
 
-from schema import ConfigError
-
 import concurrent.futures
 import contextlib
 import csv
@@ -28,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from schema import ConfigError
 
 # What is a picture, by the end of its name. Anything else in a class folder is counted and left alone.
 IMAGE_EXTENSIONS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}

@@ -10,8 +10,6 @@ reads any picture with one `pread`, and `epoch_order` says in which order: a fun
 no state of a reader to save, and worker count, world size and resumes change nothing.
 """
 
-from schema import ConfigError
-
 import concurrent.futures
 import fcntl
 import functools
@@ -29,7 +27,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from folders import IMAGE_EXTENSIONS
+from input_pipeline.image_folders import IMAGE_EXTENSIONS
+from runtime import seeding
+from schema import ConfigError
 
 OPEN_SHARDS = 256  # files that a process holds open at most; a common limit is 1024
 THREADS = 16  # shards that are listed at the same time: on a network file system each waits for answers
@@ -127,11 +127,6 @@ class _File:
             close(self.descriptor)
 
 
-def permutation(size: int, *entropy: int) -> np.ndarray:
-    """A permutation of range(size) that follows from the numbers; the same in every version of NumPy (its NEP 19)."""
-    return np.argsort(np.random.SeedSequence(entropy).generate_state(size, np.uint64), kind="stable")
-
-
 def epoch_order(shards: Shards, *, seed: int, epoch: int, streams: int) -> np.ndarray:
     """Sample of each place of an epoch: int64, (N), every sample once.
 
@@ -141,7 +136,7 @@ def epoch_order(shards: Shards, *, seed: int, epoch: int, streams: int) -> np.nd
     samples must have been shuffled when the shards were made.
     """
     first = np.searchsorted(shards.shard, np.arange(len(shards.files) + 1))
-    order = permutation(len(shards.files), seed, epoch)
+    order = seeding.permutation(len(shards.files), seed, epoch)
     tape = np.concatenate([np.arange(first[shard], first[shard + 1]) for shard in order])
     length, longer = divmod(len(tape), streams)  # the first `longer` pieces have one more
     place = np.arange(len(tape))

@@ -2,17 +2,15 @@
 
 Reading, decoding and augmenting a 32-pixel picture takes a CPU core half a millisecond, in which a GPU trains a small
 model on a dozen. With data.resident=true the training pictures, all of one size, are decoded once; after that loader
-processes only draw what is to happen to each sample (`Plans`), in the order and from the generators that the pictures'
-own path draws from (`imagenet_dataset.PictureDataset`, `augment.Augment`), and the device does it (`Resident`). So
+processes only draw what is to happen to each sample (`AugmentationPlans`), in the order and from the generators that the pictures'
+own path draws from (`imagenet_dataset.PictureDataset`, `augment.Augment`), and the device does it (`DeviceCache`). So
 sample n has the same crop, flips, operations and erased box either way, whatever the number of workers and ranks.
 
-Validation pictures, which every evaluation crops alike, stay there as the loader gave them (`Kept`).
+Validation pictures, which every evaluation crops alike, stay there as the loader gave them (`CachedBatches`).
 
 The arithmetic is Pillow's, on floats that hold whole numbers of 0..255. Pictures come out equal to the other path's up
 to rounding, but for what fills erased boxes: the same distribution, from a store of `NUM_NOISES` pictures of noise.
 """
-
-from schema import Config, RunError, pair
 
 import functools
 import logging
@@ -28,10 +26,12 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 from torchvision import transforms
 
-from augment import RandomErasing, auto_augment_policy, crop_box, ops_of, seeded
-from decode import Decoder, PictureError
-from folders import Folder
-from shards import Shards
+from input_pipeline.augment import RandomErasing, auto_augment_policy, crop_box, ops_of
+from input_pipeline.decode import Decoder, PictureError
+from input_pipeline.image_folders import Folder
+from input_pipeline.tar_shards import Shards
+from runtime import seeding
+from schema import Config, RunError, pair
 
 logger = logging.getLogger(__name__)
 NUM_NOISES = 512
@@ -42,7 +42,7 @@ OP_WIDTH = 7  # numbers of an operation in a plan: its kind and up to six argume
 Key = tuple[int, int]  # sample number, index into the data set
 
 
-class Pixels(Dataset):
+class DecodedImages(Dataset):
     """Decoded pictures (C, Y, X), uint8, uncropped, and labels; indexed by (anything, index)."""
 
     def __init__(self, pictures: Folder | Shards, cfg: Config) -> None:
@@ -70,7 +70,7 @@ class Pixels(Dataset):
             raise OSError(f"cannot read {self.pictures.name(index)}: {error}") from error
 
 
-class Plans(Dataset):
+class AugmentationPlans(Dataset):
     """What is to happen to a sample: a row of P numbers; indexed by (sample number, index).
 
     A row: the picture's index; top, left, height and width of the crop; whether it is flipped left to right, and top
@@ -82,7 +82,7 @@ class Plans(Dataset):
         cfg: the run's.
     """
 
-    def __init__(self, pixels: Pixels, cfg: Config) -> None:
+    def __init__(self, pixels: DecodedImages, cfg: Config) -> None:
         self.pixels, self.cfg, self.seed = pixels, cfg.data, cfg.seed
         self.frame = torch.empty(pixels.shape, dtype=torch.uint8, device="meta")
         self.policy, self.num_ops, kinds = None, 0, set()
@@ -105,7 +105,7 @@ class Plans(Dataset):
 
     def __getitem__(self, key: Key) -> tuple[list[float], int]:
         number, index = key
-        with seeded(self.seed, number):
+        with seeding.sample(self.seed, number):
             row = [float(index), *self._draw()]
         return row, int(self.pixels.pictures.labels[index])
 
@@ -176,12 +176,12 @@ def _rotation(height: int, width: int, degrees: float) -> list[float]:
     return [cosine, sine, x - cosine * x - sine * y, -sine, cosine, y + sine * x - cosine * y]
 
 
-class Resident:
+class DeviceCache:
     """Batches of (images, labels) of the pictures in the device's memory, as the plans have them.
 
     Args:
-        pixels: a loader of all pictures in turn, from `Pixels`.
-        plans: a loader of `Plans`, microbatches of this rank.
+        pixels: a loader of all pictures in turn, from `DecodedImages`.
+        plans: a loader of `AugmentationPlans`, microbatches of this rank.
         cfg: the run's.
         device: which keeps the pictures.
     """
@@ -222,7 +222,7 @@ class Resident:
         return pictures
 
 
-class Kept:
+class CachedBatches:
     """The batches of a loader, in the device's memory after the first pass: for validation, where none ever changes.
 
     Args:
@@ -264,9 +264,9 @@ def _make_sure_of(needed: int, num_pictures: int, device: torch.device) -> None:
 
 
 class DeviceAugment:
-    """What `Plans` has drawn, done to a batch at a time; shapes: B pictures, C channels, Y X after the crop."""
+    """What `AugmentationPlans` has drawn, done to a batch at a time; shapes: B pictures, C channels, Y X after the crop."""
 
-    def __init__(self, plans: Plans, cfg: Config, device: torch.device) -> None:
+    def __init__(self, plans: AugmentationPlans, cfg: Config, device: torch.device) -> None:
         self.cfg, self.device, self.num_ops = cfg.data, device, plans.num_ops
         self.size = height, width = pair(cfg.data.image_size)
         self.erases = plans.erase is not None
@@ -286,7 +286,7 @@ class DeviceAugment:
 
     @torch.no_grad()
     def __call__(self, pictures: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
-        """Pictures (N, C, any, any), uint8, and rows of `Plans` (B, P), float64, to images (B, C, Y, X), uint8."""
+        """Pictures (N, C, any, any), uint8, and rows of `AugmentationPlans` (B, P), float64, to images (B, C, Y, X), uint8."""
         if self.device.type == "cuda":  # else the copy may wait for the device (CUDA's API synchronization behavior)
             plan = plan.pin_memory()
         plan = plan.to(self.device, non_blocking=True)

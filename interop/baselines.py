@@ -4,20 +4,19 @@ The same data, start, optimizer and exports; the blocks, the forward pass and wh
 queries, keys and values are three tensors: its checkpoints have blocks.N.attn.q, .k and .v in place of attn.qkv.
 """
 
-from schema import ConfigError, ModelConfig, pair
-
-import dataclasses
 import functools
-import importlib.util
-import json
+import importlib
 
 import timm.models.vision_transformer
 import torch
 from torch import nn
 
 import vit
-from distributed import local_slice, to_local
-from weights import HUGGING_FACE_ACTIVATIONS, HUGGING_FACE_LIMITS, timm_arguments
+from interop import hugging_face
+from interop.weights_out import timm_arguments
+from runtime.parameter_names import timm_name
+from runtime.tensors import local_slice, to_local
+from schema import ModelConfig, pair
 
 
 class TimmViT(timm.models.vision_transformer.VisionTransformer):
@@ -59,7 +58,7 @@ class HuggingFaceViT(nn.Module):
             num_hidden_layers=cfg.depth,
             num_attention_heads=cfg.num_heads,
             intermediate_size=int(cfg.embed_dim * cfg.mlp_ratio),
-            hidden_act=HUGGING_FACE_ACTIVATIONS[cfg.act_layer],
+            hidden_act=hugging_face.ACTIVATIONS[cfg.act_layer],
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
             layer_norm_eps=cfg.norm_eps,
@@ -90,7 +89,7 @@ class HuggingFaceViT(nn.Module):
             for part, third in zip("qkv", start[name].chunk(3), strict=True):
                 start[name.replace(".attn.qkv.", f".attn.{part}.")] = third
         for name, parameter in self.named_parameters():
-            to_local(parameter).copy_(local_slice(start[vit.timm_name(name)], parameter))
+            to_local(parameter).copy_(local_slice(start[timm_name(name)], parameter))
 
     def reset_scaling(self) -> None:
         """Nothing to forget."""
@@ -107,20 +106,3 @@ class HuggingFaceViT(nn.Module):
         """Our own model's, which does the same."""
         with torch.device("meta"):
             return vit.VisionTransformer(self.cfg).flops_per_image()
-
-
-def check_hugging_face(cfg: ModelConfig) -> None:
-    """Refuse by name what Hugging Face's ViT cannot be.
-
-    Raises:
-        ConfigError: naming the key, the value and why.
-    """
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("model.implementation=hf, but transformers is not installed: pip install -r requirements.txt")
-    rates = [field.name for field in dataclasses.fields(cfg) if field.name.endswith("_rate")]
-    limits = HUGGING_FACE_LIMITS | {rate: (lambda value: value == 0, "its dropout is elsewhere") for rate in rates}
-    for key, (has, why) in limits.items():
-        value = getattr(cfg, key)
-        if not has(value):
-            value = json.dumps(value).strip('"')
-            raise ConfigError(f"model.{key}={value} with model.implementation=hf: {why}; use ours or timm")

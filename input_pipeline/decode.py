@@ -13,8 +13,6 @@ Pillow decodes what the reference numbers of timm and torchvision were made with
 pixels faster, since both are libjpeg-turbo; it takes JPEGs only, everything else goes to Pillow.
 """
 
-from schema import Config, DataConfig, pair
-
 import collections
 import concurrent.futures
 import contextlib
@@ -29,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torchvision.io import ImageReadMode, decode_jpeg
+
+from schema import Config, DataConfig, pair
 
 Image.MAX_IMAGE_PIXELS = None  # Pillow's own bound is fixed at two values; ours is data.max_pixels
 ORIENTATION = 0x0112  # EXIF tag
@@ -232,7 +232,7 @@ def decode_on_gpu(batch: Encoded, cfg: Config, device: torch.device) -> torch.Te
     return torch.where(flips.to(device)[:, None, None, None], images.flip(-1), images)
 
 
-def bounded(image: Image.Image) -> Image.Image:
+def crop_extreme_aspect(image: Image.Image) -> Image.Image:
     """A picture of which the short side can be resized without the long one becoming endless: its middle, 8 : 1."""
     width, height = image.size
     longest = 8 * min(width, height)
@@ -240,7 +240,7 @@ def bounded(image: Image.Image) -> Image.Image:
     return image.crop((left, top, width - left, height - top)) if left or top else image
 
 
-class Ahead:
+class GpuDecodePrefetcher:
     """Batches of a loader, decoded on the GPU `depth` batches ahead, by as many threads in streams of their own.
 
     One batch's pictures are cut and resized while the next one's are decoded.

@@ -2,26 +2,24 @@
 
 The operations are timm's and torchvision's, in the order of timm.data.transforms_factory.transforms_imagenet_train:
 flips, auto augmentation, colour jitter, random erasing. `Augment` draws from torch's, NumPy's and Python's global
-generators, which `seeded` sets from (seed, sample number) around each sample; `Mixup` from a generator
+generators, which `seeding.sample` sets from (seed, sample number) around each sample; `Mixup` from a generator
 of its own that follows from (seed, step). So nothing here has a state to save, and no worker, rank or resume changes
 a pixel.
 """
 
-from schema import Config, DataConfig, pair
-
-import contextlib
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from PIL import Image
 from timm.data import auto_augment
 from timm.data.transforms import RandomResizedCropAndInterpolation, str_to_pil_interp
-from torch.utils.data import get_worker_info
 from torchvision import transforms
 from torchvision.transforms import functional as F
+
+from runtime import seeding
+from schema import Config, DataConfig, pair
 
 PilOp = Callable[[Image.Image], Image.Image]
 Box = tuple[int, int, int, int]  # top, bottom, left, right; bottom and right are outside
@@ -197,9 +195,7 @@ class Mixup:
         The draws are timm's, in timm's order. Lambda is Beta(alpha, alpha); the sides of cutmix's box are sqrt(1 -
         lambda) of the picture's around a centre anywhere in it, and lambda becomes what the box leaves.
         """
-        # spawn_key keeps this stream apart from those of samples, epochs and dropout.
-        bits = np.random.MT19937(np.random.SeedSequence([self.seed, step], spawn_key=(0,)))
-        rng = np.random.RandomState(bits)
+        rng = seeding.mixing(self.seed, step)
         if rng.rand() >= self.probability:
             return 1.0, None
         both = self.mixup and self.cutmix
@@ -219,24 +215,3 @@ class Mixup:
 def _partners(rows: torch.Tensor) -> torch.Tensor:
     """Row p ^ 1 in the place of row p."""
     return rows.unflatten(0, (len(rows) // 2, 2)).flip(1).flatten(0, 1)
-
-
-@contextlib.contextmanager
-def seeded(seed: int, number: int) -> Iterator[None]:
-    """Torch's, NumPy's and Python's generators at a point that follows from (seed, number).
-
-    The caller's come back, except in a loader process, which draws from them nowhere else: that takes 0.1 ms a picture.
-    """
-    state = np.random.SeedSequence([seed, number]).generate_state(3).tolist()
-    torch_cpu = torch.default_generator  # not torch.manual_seed: it seeds every accelerator too, 0.5 ms a picture
-    before = (torch_cpu.get_state(), np.random.get_state(), random.getstate()) if get_worker_info() is None else None
-    torch_cpu.manual_seed(state[0])
-    np.random.seed(state[1])
-    random.seed(state[2])
-    try:
-        yield
-    finally:
-        if before is not None:
-            torch_cpu.set_state(before[0])
-            np.random.set_state(before[1])
-            random.setstate(before[2])

@@ -7,20 +7,18 @@
 The steps in a name are the first and the last profiled one.
 """
 
-from schema import Config, ConfigError
-
 import logging
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from distributed import Session
-from imagenet_dataset import num_train_steps
+from runtime.session import Session
+from schema import Config, ConfigError, RunSizes
 
 logger = logging.getLogger(__name__)
 
 
-def check(cfg: Config, world_size: int) -> None:
+def check(cfg: Config, sizes: RunSizes) -> None:
     """Everything about the profile that must be right before a process group starts.
 
     Raises:
@@ -31,12 +29,12 @@ def check(cfg: Config, world_size: int) -> None:
         return
     if wanted.memory_snapshot and not torch.cuda.is_available():
         raise ConfigError("profiler.memory_snapshot=true needs a CUDA GPU: set it to false here")
-    if absent := [rank for rank in wanted.ranks or () if rank >= world_size]:
+    if absent := [rank for rank in wanted.ranks or () if rank >= sizes.world_size]:
         raise ConfigError(
-            f"profiler.ranks={list(wanted.ranks)}: there is no rank {absent[0]} in a job of {world_size}; "
+            f"profiler.ranks={list(wanted.ranks)}: there is no rank {absent[0]} in a job of {sizes.world_size}; "
             "leave it out, or set null for all ranks"
         )
-    if last > (total := num_train_steps(cfg)):
+    if last > (total := sizes.num_train_steps):
         raise ConfigError(
             f"profiler.first_step={wanted.first_step} and profiler.num_steps={wanted.num_steps} end at step {last}, "
             f"the run at step {total}: profile earlier or fewer steps"

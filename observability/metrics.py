@@ -1,22 +1,23 @@
 """What a run tells: metrics.jsonl, the console line, the progress bar, the summary; and the arithmetic of speed."""
 
-from schema import Config
-
 import json
 import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
 
-import trackers
-from distributed import Session
+from observability import trackers
+from runtime.session import Session
+from schema import Config, RunSizes
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 # In metrics.jsonl, wandb and TensorBoard, but too much for a console line.
 QUIET = {"train/memory_allocated_gib", "train/memory_reserved_gib", "train/epoch_seconds"}
 
@@ -31,6 +32,17 @@ PEAK_BF16_FLOPS = {
     "B200": 2250e12,
     "L40S": 362e12,
 }
+
+
+def top_k_hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """(B, 2), bool: whether the label is the first, and among the first five, of the classes by logit.
+
+    Args:
+        logits: (B, num_classes).
+        labels: (B,); one that is no class, such as padding's, is never hit.
+    """
+    hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]  # B 5
+    return torch.stack([hits[:, 0], hits.any(dim=1)], dim=1)
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -62,11 +74,11 @@ class Speed:
     """
 
     def __init__(
-        self, session: Session, *, start_step: int, images_per_step: int, images_per_epoch: int, flops_per_image: float
+        self, session: Session, cfg: Config, sizes: RunSizes, *, start_step: int, flops_per_image: float
     ) -> None:
         self.device = session.device
-        self.images_per_step = images_per_step
-        self.steps_per_epoch = images_per_epoch / images_per_step
+        self.images_per_step = cfg.global_batch_size
+        self.steps_per_epoch = sizes.num_train_images / cfg.global_batch_size
         self.epoch = start_step / self.steps_per_epoch
         # An epoch's time, with evaluation and saving, is known where the run sees it from its start on.
         self.epoch_start = time.perf_counter() if start_step == 0 else None
@@ -80,6 +92,17 @@ class Speed:
         self.start = time.perf_counter()
         self.waited = 0.0
         self.steps = 0
+
+    def timed(self, batches: Iterator[T]) -> Iterator[T]:
+        """The same batches; the time that `next` takes counts as waiting for data."""
+        while True:
+            waiting_since = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self.waited += time.perf_counter() - waiting_since
+            yield batch
 
     def count(self, step: int) -> None:
         """Step number `step` is done. Notes when an epoch ends, by the clock of the host, which is a step ahead."""
@@ -128,7 +151,7 @@ class MetricLogger:
         self.ckpt_dir = cfg.checkpoint.ckpt_dir
         self.start = time.perf_counter()
         self.last: dict[str, float] = {}
-        self.outlets: list[trackers.Outlet] = []
+        self.outlets: list[trackers.TrackerThread] = []
         self.bar = tqdm(
             total=total_steps,
             initial=start_step,

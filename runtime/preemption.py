@@ -6,7 +6,7 @@ So the answer is the same everywhere at the same step, however far the ranks are
 device. The loop then saves, once, and `status.json` says `preempted`. Before the first step nothing is saved. An
 evaluation is broken off; its checkpoint is marked, and the next start begins with that evaluation.
 
-Imports nothing but the standard library at first: schema.py listens before torch, whose import takes seconds.
+Imports nothing but the standard library at first: launch.py listens before torch, whose import takes seconds.
 """
 
 import collections

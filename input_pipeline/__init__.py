@@ -1,0 +1,1 @@
+"""From files to batches: listings of image folders and tar shards, decoding, augmentation, images kept on the device."""

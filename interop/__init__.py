@@ -1,0 +1,1 @@
+"""Weights in and out (timm, Hugging Face, torch, safetensors), and other libraries' ViTs to compare with."""

@@ -1,0 +1,49 @@
+"""What Hugging Face's ViT can be, and how it names activations."""
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Callable
+from typing import Any
+
+from schema import ConfigError, ModelConfig, pair
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+}
+# What Hugging Face's ViT can be: option -> which values it has, and why no others.
+LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "img_size": (lambda value: len({*pair(value)}) == 1, "its pictures are squares"),
+    "patch_size": (lambda value: len({*pair(value)}) == 1, "its patches are squares"),
+    "class_token": (lambda value: value, "it always has a class token"),
+    "global_pool": (lambda value: value == "token", "it classifies by the class token"),
+    "reg_tokens": (lambda value: value == 0, "it has no register tokens"),
+    "no_embed_class": (lambda value: not value, "its class token has a position"),
+    "init_values": (lambda value: value is None, "it has no LayerScale"),
+    "qk_norm": (lambda value: not value, "it does not normalise queries and keys"),
+    "proj_bias": (lambda value: value, "its projections have biases"),
+    "pre_norm": (lambda value: not value, "it has no norm after the embeddings"),
+    "fc_norm": (lambda value: not value, "its norm is before the pooling"),
+    "representation_size": (lambda value: value is None, "its head is linear"),
+}
+
+
+def check(cfg: ModelConfig) -> None:
+    """Refuse by name what Hugging Face's ViT cannot be.
+
+    Raises:
+        ConfigError: naming the key, the value and why.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("model.implementation=hf, but transformers is not installed: pip install -r requirements.txt")
+    rates = [field.name for field in dataclasses.fields(cfg) if field.name.endswith("_rate")]
+    limits = LIMITS | {rate: (lambda value: value == 0, "its dropout is elsewhere") for rate in rates}
+    for key, (has, why) in limits.items():
+        value = getattr(cfg, key)
+        if not has(value):
+            value = json.dumps(value).strip('"')
+            raise ConfigError(f"model.{key}={value} with model.implementation=hf: {why}; use ours or timm")

@@ -1,0 +1,89 @@
+"""The weights in a checkpoint of ours, in one process, without the optimizer's state."""
+
+import contextlib
+import json
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from schema import ConfigError
+
+# Keys of the config's data section that a model is evaluated with.
+DATA_SETTINGS = ("mean", "std", "interpolation", "crop_pct", "exif_orientation", "max_pixels")
+
+
+@contextlib.contextmanager
+def reading(what: str | Path, *, advice: str = "give a whole copy") -> Iterator[None]:
+    """Turns whatever a reader raises into one line.
+
+    Raises:
+        ConfigError: the reader raised; names `what`.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    # The reader of a damaged file, or a download, may raise anything; what the user needs is its name.
+    except (Exception, CheckpointException) as error:
+        if isinstance(error, CheckpointException):  # a BaseException, around the one that says what happened
+            error = next(iter(error.failures.values()))[0]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = lines[0] if lines else "it ends too early"
+        raise ConfigError(f"{what} cannot be read ({type(error).__name__}: {reason}): {advice}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    with reading(path):
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path} is not a JSON object: give a whole copy")
+        return content
+
+
+def read_state(folder: Path, *keys: str) -> dict[str, Any]:
+    """A step folder's state.json, which must have `keys`."""
+    state = read_json(folder / "state.json")
+    for key in keys:
+        if key not in state:
+            raise ConfigError(f"{folder}/state.json has no {key!r}: it is not of this recipe, or of an older one")
+    return state
+
+
+def read_step_weights(folder: Path, *, raw: bool = False) -> tuple[dict[str, Tensor], str]:
+    """The weights of a step folder in one process, and what they are; DCP reads nothing but what it is asked for.
+
+    Their moving average, if the run had one and `raw` does not ask for the weights themselves.
+    """
+    with reading(folder), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process's work
+        entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        part = "ema" if not raw and any(key.startswith("ema.") for key in entries) else "model"
+        tensors = {
+            key.removeprefix(f"{part}."): torch.empty(entry.size, dtype=entry.properties.dtype)
+            for key, entry in entries.items()
+            if key.startswith(f"{part}.")
+        }
+        dcp.load({part: tensors}, checkpoint_id=folder, no_dist=True)
+    return joined(tensors), {"ema": "EMA weights", "model": "weights"}[part]
+
+
+def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, with attn.q, attn.k and attn.v of a layer as timm's attn.qkv."""
+    joined = dict(tensors)
+    for name in [name for name in joined if ".attn.q." in name]:
+        thirds = [name.replace(".attn.q.", f".attn.{part}.") for part in "qkv"]
+        if all(third in joined for third in thirds):
+            joined[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([joined.pop(third) for third in thirds])
+    return joined
+
+
+def first_few(names: Iterable[str], count: int = 3) -> str:
+    """The first few names."""
+    names = list(names)
+    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")

@@ -1,0 +1,365 @@
+"""Somebody's weights, read under timm's names (`read`) and made to fit a config (`fit`)."""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import logging
+import math
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from safetensors.torch import load_file
+from timm.layers import resample_abs_pos_embed, resample_patch_embed
+from timm.models import get_arch_name, is_model_pretrained
+from timm.models.vision_transformer import VisionTransformer as TimmViT
+from torch import Tensor
+
+from interop import hugging_face
+from interop.step_weights import DATA_SETTINGS, first_few, joined, read_json, read_state, read_step_weights, reading
+from runtime.parameter_names import from_hugging_face_name, without_wrappers
+from runtime.step_folders import newest_step
+from schema import ConfigError, DataConfig, ModelConfig, pair
+
+logger = logging.getLogger(__name__)
+TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+NESTS = ("model", "state_dict", "model_state_dict", "module")  # under which files of others keep the weights
+HEAD = ("head.weight", "head.bias")
+HIDDEN = ("pre_logits.fc.weight", "pre_logits.fc.bias")  # of a head with model.representation_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Somebody's weights."""
+
+    weights: dict[str, Tensor]  # on the CPU, under timm's names
+    grid: tuple[int, int] | None  # height and width, in patches, that the position embeddings were made for
+    description: str  # what the user gave, and what was found there
+    # What is known of num_heads, act_layer and norm_eps, which no tensor's shape tells, as ModelConfig names them.
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    classes: tuple[str, ...] = ()  # in the order of the head's rows; empty = unknown
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)  # known DATA_SETTINGS of its evaluation
+
+
+def read(source: str) -> Source:
+    """Weights from one of these, without optimizer state.
+
+    - a step_XXXXXXXX folder of ours, or a folder that holds some, of which the newest complete one is taken
+    - a torch.save file (.pt .pth .bin .ckpt .tar), of tensors alone or with them under a name such as "model"
+    - a .safetensors file; a config.json beside it tells its grid
+    - a folder with model.safetensors or pytorch_model.bin, and the config.json of timm or of Hugging Face's ViT
+    - timm:<model name>, or the bare name, with or without a tag; local-dir:<folder>
+
+    Raises:
+        ConfigError: none of these, or damaged; one line that names the source and the fix.
+    """
+    with _about(source):
+        path = Path(source.removeprefix("local-dir:"))
+        if source.startswith("timm:") or (not path.exists() and timm.is_model(source)):
+            return _read_timm_model(source, source.removeprefix("timm:"))
+        if path.is_dir() and not source.startswith("local-dir:") and (folder := newest_step(path)):
+            return _read_step(source, folder)
+        if path.is_dir():
+            return _read_folder(source, path)
+        if path.is_file() and path.suffix == ".safetensors":
+            beside = path.with_name("config.json")
+            return _read_file(source, path, beside if beside.is_file() else None)
+        if path.is_file() and path.suffix in TORCH_FILES:
+            return _read_file(source, path, None)
+        if path.is_file():
+            raise ConfigError(f"a file must end in .safetensors or one of {' '.join(TORCH_FILES)}: rename it")
+        known = timm.list_models() + timm.list_pretrained()
+        similar = difflib.get_close_matches(source.split(":")[-1], known, n=1)
+        raise ConfigError(
+            "there is no such file or folder, and timm has no such model: "
+            + (f"did you mean timm:{similar[0]}?" if similar else "give a path, or timm:<model name>")
+        )
+
+
+@contextlib.contextmanager
+def _about(source: str) -> Iterator[None]:
+    """Puts the key and the source before a complaint."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"checkpoint.init_from={source}: {error}") from error.__cause__
+
+
+def _read_step(source: str, folder: Path) -> Source:
+    state = read_state(folder, "model", "classes")
+    model = state["model"]
+    tensors, kind = read_step_weights(folder)
+    with reading(folder / "state.json"):
+        options = {key: model[key] for key in ("num_heads", "act_layer", "norm_eps")}
+        img_size = model["img_size"]
+    description = f"{source} ({kind})" if folder == Path(source) else f"{source} ({folder.name}, {kind})"
+    data = _settings(state.get("data", {}))
+    return Source(tensors, _grid(img_size, tensors), description, options, tuple(state["classes"]), data)
+
+
+def _read_folder(source: str, folder: Path) -> Source:
+    file = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    if file is None or not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"it holds neither a complete step_XXXXXXXX nor {' or '.join(WEIGHT_FILES)} beside a config.json: "
+            "give the folder or the file that has the weights"
+        )
+    return _read_file(source, file, folder / "config.json")
+
+
+def _read_file(source: str, file: Path, config_file: Path | None) -> Source:
+    config = read_json(config_file) if config_file else {}
+    if config.get("model_type", "vit") != "vit":
+        raise ConfigError(f"config.json has model_type={config['model_type']}: of Hugging Face's models only vit fits")
+    if file.suffix == ".safetensors":
+        with reading(file):
+            content = load_file(file)
+    else:
+        content = _read_torch_file(file)
+    tensors = _from_hugging_face(_plain_names(_unnested(content)))
+    with reading("config.json"):
+        if config.get("model_type") == "vit":
+            labels = config.get("id2label") or {}
+            classes = [labels[key] for key in sorted(labels, key=int)]
+            processor = config_file.with_name("preprocessor_config.json")
+            settings = read_json(processor) if processor.is_file() else {}
+            data = {"mean": settings.get("image_mean"), "std": settings.get("image_std")}
+            activations = {theirs: ours for ours, theirs in hugging_face.ACTIVATIONS.items()}
+            activation = config.get("hidden_act")
+            img_size = config.get("image_size")
+            options = {
+                "num_heads": config.get("num_attention_heads"),
+                "act_layer": activations.get(activation, activation),
+                "norm_eps": config.get("layer_norm_eps"),
+            }
+        else:
+            classes = (config.get("pretrained_cfg") or {}).get("label_names") or ()
+            data = config.get("pretrained_cfg") or config
+            options = config.get("model_args") or {}
+            # timm's older files have the evaluation's settings at the top.
+            size = (config.get("pretrained_cfg") or config).get("input_size") or (None, None, None)
+            img_size = options.get("img_size") or size[1:]
+        known = {key: options[key] for key in ("num_heads", "act_layer", "norm_eps") if options.get(key) is not None}
+        return Source(tensors, _grid(img_size, tensors), source, known, tuple(classes), _settings(data))
+
+
+def _read_torch_file(file: Path) -> Any:
+    """A torch.save file's content, tensors mapped from the file where its format can be."""
+    with reading(file, advice="give a whole file of torch.save"):
+        try:
+            # The training scripts of timm, DeiT and MAE save the command line's arguments beside the weights.
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        except pickle.UnpicklingError as error:
+            if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
+                raise ConfigError(
+                    f"it holds {match[1]}, which is more than weights, and loading it could run code: torch.save its "
+                    "state dict alone"
+                ) from error
+            raise
+
+
+def _unnested(content: Any) -> dict[str, Tensor]:
+    """The state dict within what a file holds."""
+    while isinstance(content, dict) and (
+        nest := next((key for key in NESTS if isinstance(content.get(key), dict)), None)
+    ):
+        content = content[nest]
+    if not isinstance(content, dict) or not any(isinstance(value, Tensor) for value in content.values()):
+        found = (
+            f"the keys {first_few(map(str, content))}" if isinstance(content, dict) else f"a {type(content).__name__}"
+        )
+        raise ConfigError(f"it holds {found}, not tensors by name: torch.save the model's state_dict()")
+    if strangers := [str(key) for key, value in content.items() if not isinstance(value, Tensor)]:
+        raise ConfigError(f"{first_few(strangers)} among its weights is no tensor: torch.save the model's state_dict()")
+    return content
+
+
+def _plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, without the parts of their names that wrappers added."""
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        short = without_wrappers(name)
+        if short in plain:
+            raise ConfigError(f"it holds {short} twice, under different wrappers' names: keep one of the models")
+        plain[short] = tensor
+    return plain
+
+
+def _from_hugging_face(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face's names to timm's; names of others, and those that timm lacks, stay. The pooler is left out."""
+    if not any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in tensors):
+        return tensors
+    is_pooler = re.compile(r"(vit\.)?pooler\.").match
+    return joined({from_hugging_face_name(name): tensor for name, tensor in tensors.items() if not is_pooler(name)})
+
+
+def _read_timm_model(source: str, name: str) -> Source:
+    if not timm.is_model(name):
+        similar = difflib.get_close_matches(name, timm.list_models() + timm.list_pretrained(), n=1)
+        raise ConfigError(
+            "timm has no such model: " + (f"did you mean {similar[0]}?" if similar else "see timm.list_models('vit*')")
+        )
+    if not is_model_pretrained(name):
+        tags = timm.list_pretrained(f"{get_arch_name(name)}.*")
+        raise ConfigError(
+            f"timm has no such weights: {f'use one of {first_few(tags)}' if tags else 'use another model'}"
+        )
+    # timm draws weights before it loads others: not from the run's own generator.
+    with torch.random.fork_rng(devices=[]), reading("it", advice="get it on a network, or give a file or a folder"):
+        model = timm.create_model(name, pretrained=True)
+    if not isinstance(model, TimmViT):
+        raise ConfigError(f"it is timm's {type(model).__name__}: give a VisionTransformer, timm.list_models('vit*')")
+    options, data = {"num_heads": model.blocks[0].attn.num_heads}, _settings(model.pretrained_cfg)
+    return Source(model.state_dict(), model.patch_embed.grid_size, source, options, data=data)
+
+
+def _settings(found: dict[str, Any]) -> dict[str, Any]:
+    """Of what somebody's config says, the known settings of the evaluation, under our names, which are timm's."""
+    return {key: found[key] for key in DATA_SETTINGS if found.get(key) is not None}
+
+
+def _grid(img_size: Any, tensors: dict[str, Tensor]) -> tuple[int, int] | None:
+    """Height and width in patches, of an image size as config files have it; None if it or the patches are unknown."""
+    kernel = tensors.get("patch_embed.proj.weight")
+    sides = [img_size] * 2 if isinstance(img_size, int) else img_size
+    if kernel is None or kernel.ndim != 4 or not sides or None in sides:
+        return None
+    return sides[0] // kernel.shape[2], sides[1] // kernel.shape[3]
+
+
+def fit(
+    source: Source, cfg: ModelConfig, wanted: dict[str, torch.Size], classes: tuple[str, ...] = ()
+) -> tuple[dict[str, Tensor], list[str]]:
+    """What to copy into a model of `cfg`, as float32, and the names that stay as they were drawn.
+
+    Position embeddings are resampled to the model's grid, and patch embeddings to its patch size, as timm does it. Only
+    the head may be left out, if the source has none, one for other classes or one with another hidden layer; the same
+    classes in another order have its rows put in ours.
+
+    Args:
+        source: what `read` gave.
+        cfg: of the model.
+        wanted: name -> shape of all of the model's parameters, under timm's names.
+        classes: the run's, in order; compared where the source knows its own.
+
+    Raises:
+        ConfigError: anything else is missing, unexpected or of another shape; or the grid of the position embeddings
+            is unknown; or the source has another number of heads, which no shape shows.
+    """
+    with _about(source.description):
+        _compare_options(source, cfg)
+        tensors = dict(source.weights)
+        fresh = []
+        rows = next((tensors[name].shape[:1] for name in HEAD if name in tensors), ())
+        known = bool(source.classes and classes)
+        hidden = tensors[HIDDEN[0]].shape[0] if HIDDEN[0] in tensors else None
+        if hidden != cfg.representation_size:
+            fresh = [name for name in (*HIDDEN, *HEAD) if name in wanted]
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in (*HIDDEN, *HEAD)}
+        elif tuple(rows) != (cfg.num_classes,) or (known and {*source.classes} != {*classes}):
+            fresh = list(HEAD)
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in HEAD}
+        elif known and source.classes != classes:
+            order = [source.classes.index(name) for name in classes]
+            order += range(len(classes), cfg.num_classes)  # outputs that no class has
+            tensors |= {name: tensors[name][order] for name in HEAD if name in tensors}
+            logger.info("%s has the classes in another order: its head's rows are put in ours", source.description)
+        _compare_shapes(tensors, {name: shape for name, shape in wanted.items() if name not in fresh})
+        tensors = {name: tensor.to(torch.float32).contiguous() for name, tensor in tensors.items()}
+        kernel = tensors["patch_embed.proj.weight"]
+        tensors["patch_embed.proj.weight"] = resample_patch_embed(kernel, wanted["patch_embed.proj.weight"][2:])
+        tensors["pos_embed"] = _resample_positions(tensors["pos_embed"], source.grid, cfg)
+        return tensors, fresh
+
+
+def _compare_options(source: Source, cfg: ModelConfig) -> None:
+    for key, theirs in source.options.items():
+        ours = getattr(cfg, key)
+        if theirs != ours and key == "num_heads":
+            raise ConfigError(
+                f"it was trained with {theirs} heads, model.num_heads={ours}: set model.num_heads={theirs}"
+            )
+        if theirs != ours:
+            logger.warning("%s was trained with model.%s=%s, this run has %s", source.description, key, theirs, ours)
+
+
+def _compare_shapes(tensors: dict[str, Tensor], wanted: dict[str, torch.Size]) -> None:
+    """Refuse what does not match by name and shape, but for the lengths that are resampled.
+
+    Raises:
+        ConfigError: how many are missing, unexpected and of another shape, and the first of each.
+    """
+
+    def fixed(name: str, shape: torch.Size) -> tuple[int | None, ...]:
+        resampled = {"pos_embed": (1,), "patch_embed.proj.weight": (2, 3)}.get(name, ())
+        return tuple(None if axis in resampled else length for axis, length in enumerate(shape))
+
+    missing = [name for name in wanted if name not in tensors]
+    unexpected = [name for name in tensors if name not in wanted]
+    reshaped = [
+        f"{name} {list(tensors[name].shape)} for {list(shape)}"
+        for name, shape in wanted.items()
+        if name in tensors and fixed(name, tensors[name].shape) != fixed(name, shape)
+    ]
+    found = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
+    if problems := [f"{len(names)} {what} ({first_few(names)})" for what, names in found.items() if names]:
+        raise ConfigError(
+            f"its {len(tensors)} tensors do not fit the model: {'; '.join(problems)}; set the model.* options that it "
+            "was trained with"
+        )
+
+
+def _resample_positions(pos_embed: Tensor, grid: tuple[int, int] | None, cfg: ModelConfig) -> Tensor:
+    """(1, rows, D) to (1, the model's rows, D): class and register tokens' rows stay, the grid's are resampled.
+
+    Args:
+        pos_embed: of a source that has the model's class and register tokens.
+        grid: that the embeddings were made for; None: the model's if the number of rows is, else a square.
+        cfg: of the model.
+
+    Raises:
+        ConfigError: the grid is unknown, or not that of this many rows.
+    """
+    height, width = (side // patch for side, patch in zip(pair(cfg.img_size), pair(cfg.patch_size), strict=True))
+    tokens = cfg.class_token + cfg.reg_tokens
+    prefix = 0 if cfg.no_embed_class else tokens
+    rows = pos_embed.shape[1]
+
+    def grid_of(patches: int) -> tuple[int, int] | None:
+        side = math.isqrt(max(patches, 0))
+        guesses = [(height, width), (side, side)] if grid is None else [grid]
+        return next((guess for guess in guesses if math.prod(guess) == patches > 0), None)
+
+    if old := grid_of(rows - prefix):
+        # timm leaves equal numbers of rows alone only if the grids are equal, too: 2 x 8 becomes 4 x 4.
+        return resample_abs_pos_embed(pos_embed, [height, width], list(old), num_prefix_tokens=prefix)
+    found = f"its pos_embed has {rows} rows, {prefix} of them for tokens, and {rows - prefix} patches are"
+    option = f"set model.no_embed_class={str(not cfg.no_embed_class).lower()}"
+    others_fit = tokens and grid_of(rows - (tokens - prefix))
+    if grid is not None:
+        advice = option if others_fit else "give the config.json of these weights"
+        raise ConfigError(f"{found} not the {grid[0]} x {grid[1]} of its config: {advice}")
+    advice = "give a folder whose config.json tells the image size" + (f", or {option}" if others_fit else "")
+    raise ConfigError(f"{found} neither this model's {height} x {width} nor a square: {advice}")
+
+
+def other_settings(source: Source, cfg: DataConfig) -> list[str]:
+    """With what the weights were evaluated and this run evaluates otherwise: data.mean=[0.5, 0.5, 0.5] and so on."""
+    found = []
+    for key, theirs in source.data.items():
+        ours = getattr(cfg, key)
+        # One value stands for all channels.
+        is_other = ours != theirs if isinstance(ours, str) else not np.allclose(ours, theirs, rtol=0, atol=1e-3)
+        if is_other:
+            theirs = list(theirs) if isinstance(theirs, tuple) else theirs
+            found.append(f"data.{key}={theirs}")
+    return found

@@ -1,0 +1,205 @@
+"""Exports: a folder that timm or Hugging Face's transformers load, from one of our step_XXXXXXXX folders."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from timm.data import ImageNetInfo
+from torch import Tensor
+
+from interop import hugging_face
+from interop.step_weights import read_state, read_step_weights
+from runtime.files import write_json
+from runtime.parameter_names import HUGGING_FACE_BLOCK, HUGGING_FACE_REST
+from schema import ConfigError, pair
+
+# Arguments of the model that timm lacks, or means otherwise; num_classes has a place of its own in timm's files.
+OURS_ALONE = {"norm_eps", "transformer_engine", "drop_path_schedule", "pos_embed", "representation_size"}
+OURS_ALONE |= {"init_head_bias", "freeze", "fused_attn", "implementation", "num_classes"}
+
+
+def export_timm(step_folder: Path, target: Path, *, raw: bool = False) -> str:
+    """Write a step folder's weights as timm reads them: model.safetensors, and the config.json it builds from.
+
+    `timm.create_model("local-dir:<target>", pretrained=True)` gives the trained model. `target` is replaced.
+
+    Args:
+        step_folder: of ours.
+        target: folder that is replaced.
+        raw: the weights themselves, also where there is a moving average of them.
+
+    Returns:
+        What was written: "EMA weights" or "weights".
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or timm has no place for one of the model's options.
+    """
+    state = read_state(step_folder, "model", "classes", "data")
+    if state["model"]["norm_eps"] != 1e-6:
+        raise ConfigError(f"model.norm_eps={state['model']['norm_eps']} cannot be exported: timm's ViTs have 1e-6")
+    if size := state["model"].get("representation_size"):
+        raise ConfigError(
+            f"model.representation_size={size} cannot be exported: timm's ViTs have a linear head; fine-tune with "
+            "checkpoint.init_from and model.representation_size=null"
+        )
+    tensors, kind = read_step_weights(step_folder, raw=raw)
+    _write_folder(target, tensors, {"config.json": _timm_config(state)})
+    return kind
+
+
+def timm_arguments(model: dict[str, Any]) -> dict[str, Any]:
+    """Those of a config's model keys that timm's VisionTransformer takes, but num_classes."""
+    return {key: value for key, value in model.items() if key not in OURS_ALONE}
+
+
+def _timm_config(state: dict[str, Any]) -> dict[str, Any]:
+    """What timm's `local-dir:` loader reads: architecture, the arguments that differ, and the evaluation's settings."""
+    model, data = state["model"], state["data"]
+    return {
+        "architecture": "vit_base_patch16_224",  # timm's entry point; every argument is given below
+        "num_classes": model["num_classes"],
+        "num_features": model["embed_dim"],
+        "global_pool": model["global_pool"],
+        "model_args": timm_arguments(model),
+        "pretrained_cfg": {
+            "input_size": [model["in_chans"], *pair(model["img_size"])],
+            "num_classes": model["num_classes"],
+            "interpolation": data["interpolation"],
+            "crop_pct": data["crop_pct"],
+            "crop_mode": "center",
+            "mean": _each_channel(data["mean"], model),
+            "std": _each_channel(data["std"], model),
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
+            **({"label_names": state["classes"]} if state["classes"] else {}),
+            **({"label_descriptions": names} if (names := descriptions(state["classes"])) else {}),
+        },
+        "decoding": {key: data[key] for key in ("exif_orientation", "max_pixels")},  # infer.py's; timm has no such
+    }
+
+
+def descriptions(classes: Iterable[str]) -> dict[str, str]:
+    """What ImageNet's wnids mean, by timm's table: class name -> description; empty if a class is no wnid."""
+    pattern = re.compile(r"n\d{8}")
+    if not classes or not all(pattern.fullmatch(name) for name in classes):
+        return {}
+    table = ImageNetInfo()
+    try:
+        return {name: table.label_name_to_description(name) for name in classes}
+    except KeyError:
+        return {}
+
+
+def export_hugging_face(step_folder: Path, target: Path, *, raw: bool = False) -> str:
+    """Write a step folder's weights as a ViTForImageClassification, with the image processor of our evaluation.
+
+    Names are those of transformers 4, which 5 reads and writes as well. Its processors cut half a pixel off differently
+    where the picture is 3, 7, 11, ... pixels larger than the crop: theirs lies one pixel further left or up.
+
+    Args:
+        step_folder: of ours.
+        target: folder that is replaced.
+        raw: the weights themselves, also where there is a moving average of them.
+
+    Returns:
+        What was written: "EMA weights" or "weights".
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or Hugging Face's ViT cannot express one of the model's options.
+    """
+    state = read_state(step_folder, "model", "classes", "data")
+    model = state["model"]
+    for key, (has, why) in hugging_face.LIMITS.items():
+        if not has(model.get(key)):
+            value = json.dumps(model[key]).strip('"')
+            raise ConfigError(f"model.{key}={value} cannot be exported to Hugging Face: {why}; export to timm")
+    tensors, kind = read_step_weights(step_folder, raw=raw)
+    files = {"config.json": _hugging_face_config(state), "preprocessor_config.json": _hugging_face_processor(state)}
+    _write_folder(target, _to_hugging_face(tensors), files)
+    return kind
+
+
+def _to_hugging_face(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors under transformers 4's names."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        if name in HUGGING_FACE_REST:
+            renamed[HUGGING_FACE_REST[name]] = tensor
+            continue
+        _, number, name = name.split(".", 2)
+        layer, kind = name.rsplit(".", 1)
+        parts = {layer: tensor}
+        if layer == "attn.qkv":
+            parts = {f"attn.{part}": third for part, third in zip("qkv", tensor.chunk(3), strict=True)}
+        for part, value in parts.items():
+            renamed[f"vit.encoder.layer.{number}.{HUGGING_FACE_BLOCK[part][0]}.{kind}"] = value
+    return renamed
+
+
+def _hugging_face_config(state: dict[str, Any]) -> dict[str, Any]:
+    model, classes = state["model"], state["classes"]
+    # A label for each output, by Hugging Face's own name for one that has none.
+    labels = [*classes, *(f"LABEL_{i}" for i in range(len(classes), model["num_classes"]))]
+    return {
+        "architectures": ["ViTForImageClassification"],
+        "model_type": "vit",
+        "image_size": pair(model["img_size"])[0],
+        "patch_size": pair(model["patch_size"])[0],
+        "num_channels": model["in_chans"],
+        "hidden_size": model["embed_dim"],
+        "num_hidden_layers": model["depth"],
+        "num_attention_heads": model["num_heads"],
+        "intermediate_size": int(model["embed_dim"] * model["mlp_ratio"]),
+        "hidden_act": hugging_face.ACTIVATIONS[model["act_layer"]],
+        "qkv_bias": model["qkv_bias"],
+        "layer_norm_eps": model["norm_eps"],
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "id2label": {str(i): label for i, label in enumerate(labels)},
+        "label2id": {label: i for i, label in enumerate(labels)},
+    }
+
+
+def _hugging_face_processor(state: dict[str, Any]) -> dict[str, Any]:
+    """What `imagenet_dataset.eval_transform` and the normalisation on the device do."""
+    model, data = state["model"], state["data"]
+    size = pair(model["img_size"])[0]
+    return {
+        "image_processor_type": "BitImageProcessor",  # the one that resizes the short side, then crops
+        "do_convert_rgb": model["in_chans"]
+        == 3,  # it has no way to grey: pictures must be grey already for one channel
+        "do_resize": True,
+        "size": {"shortest_edge": int(size / data["crop_pct"])},
+        "resample": {"bilinear": 2, "bicubic": 3}[data["interpolation"]],  # Pillow's numbers
+        "do_center_crop": True,
+        "crop_size": {"height": size, "width": size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": _each_channel(data["mean"], model),
+        "image_std": _each_channel(data["std"], model),
+    }
+
+
+def _each_channel(values: list[float], model: dict[str, Any]) -> list[float]:
+    """One value a channel, of one for all or of as many as there are channels."""
+    return list(values) * (model["in_chans"] // len(values))
+
+
+def _write_folder(target: Path, tensors: dict[str, Tensor], files: dict[str, Any]) -> None:
+    """model.safetensors and JSON files, in a folder that is whole or not there."""
+    temporary = target.with_name(target.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    tensors = {name: tensor.to(torch.float32).contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+    for name, content in files.items():
+        write_json(temporary / name, content)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(temporary, target)

@@ -1,0 +1,353 @@
+"""The way in: versions, signals, Slurm's variables, the config's composition, checks of the machine, exit codes.
+
+`launch(main)` is what an entrypoint calls. It composes the YAML and the command line with Hydra, checks everything
+that can be checked before a process group starts, and hands `main` a frozen `Config`: no OmegaConf object gets past
+this file. A mistake is one line from rank 0 that names the key, the value and the fix; every rank exits with 2.
+
+Import this module before torch: it refuses Python and package versions that are too old in one line, and in an
+entrypoint it listens for signals from then on.
+"""
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import importlib.metadata
+import importlib.util
+import io
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from runtime import preemption
+
+PROJECT_DIR = Path(__file__).resolve().parent
+CONFIG_DIR = PROJECT_DIR / "config"
+
+
+def exit_with(message: str, *, rank_variable: str = "RANK", code: int = 2) -> NoReturn:
+    """Print one line from the process whose `rank_variable` is 0, or from the only one, and exit with `code` on all."""
+    if int(os.environ.get(rank_variable, "0")) == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        # torchrun ends the other ranks as soon as one exits, also a rank 0 that has not spoken yet: let it go first.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+        time.sleep(10)
+    sys.exit(code)
+
+
+class Parser(argparse.ArgumentParser):
+    """The tools' command line: complains in one line, as the entrypoints do; its help is the module's docstring."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2."""
+        exit_with(message)
+
+
+def check_versions(requirements: Path = PROJECT_DIR / "requirements.txt") -> None:
+    """Exit with one line if Python or a package that training imports is missing or outside requirements.txt.
+
+    Reads the packages' metadata, so that it works where importing the package would fail.
+    """
+    if sys.version_info < (3, 10):  # noqa: UP036  (pip's check is not always in between)
+        exit_with(f"Python {sys.version.split()[0]} is too old: this recipe needs Python 3.10 or newer")
+    from packaging.requirements import Requirement
+
+    needed = {"torch", "torchvision", "timm", "hydra-core", "omegaconf", "pydantic", "megatron-fsdp"}
+    for line in requirements.read_text().splitlines():
+        if not (line := line.split("#")[0].strip()):
+            continue
+        requirement = Requirement(line)
+        if requirement.name not in needed:
+            continue
+        try:
+            found = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            exit_with(f"{requirement.name} is not installed: pip install -r {requirements.name}")
+        if not requirement.specifier.contains(found, prereleases=True):
+            wanted = f"{requirement.name}{requirement.specifier}"
+            exit_with(f"{requirement.name} {found} is installed, this recipe needs {wanted}: pip install '{wanted}'")
+
+
+def import_timm_without_wandb() -> None:
+    """The utilities of timm import wandb where it is installed, on every rank, and fail with it: let them find none."""
+    if "wandb" not in sys.modules:
+        sys.modules["wandb"] = None  # makes `import wandb` an ImportError, which timm expects
+        importlib.import_module("timm")
+        del sys.modules["wandb"]
+
+
+IS_ENTRYPOINT = Path(sys.argv[0]).stem.startswith("train_")  # not a tool or a test that imports this file
+if IS_ENTRYPOINT:
+    preemption.listen()  # from here on: importing torch takes seconds
+check_versions()
+if IS_ENTRYPOINT:
+    import_timm_without_wandb()
+
+from schema import Config, ConfigError, RunError, known_keys, split_batch  # noqa: E402  (after the versions' check)
+
+
+def check_script(cfg: Config, script: str, world_size: int) -> None:
+    """Refuse by name what this script or this machine cannot honour.
+
+    Raises:
+        ConfigError: naming the key, the value and the fix.
+    """
+    import torch
+
+    import vit_te
+    from interop import hugging_face
+
+    for key, is_on, package in (
+        (f"wandb.mode={cfg.wandb.mode}", cfg.wandb.mode != "disabled", "wandb"),
+        (f"tensorboard.enabled={str(cfg.tensorboard.enabled).lower()}", cfg.tensorboard.enabled, "tensorboard"),
+    ):
+        if is_on and not _is_importable(package):
+            switch = key.split("=")[0] + ("=disabled" if package == "wandb" else "=false")
+            raise ConfigError(f"{key}, but {package} is not installed: pip install {package}, or set {switch}")
+    if cfg.model.implementation == "hf":
+        hugging_face.check(cfg.model)
+    if cfg.model.transformer_engine:
+        if not torch.cuda.is_available():
+            raise ConfigError("model.transformer_engine=true needs a CUDA GPU: set it to false here")
+        vit_te.transformer_engine()
+        vit_te.recipe(cfg.fp8_config)
+    if cfg.fp8_config.quantized_model_init:
+        if script != "train_mfsdp":
+            raise ConfigError(
+                f"fp8_config.quantized_model_init=true: {script}.py's optimizer updates the weights that the layers "
+                "hold, and FP8 ones lose small updates; set it to false or use train_mfsdp.py, which has FP32 ones too"
+            )
+        for key, wanted in (("zero_dp_strategy", "optim_grads_params"), ("outer_dp_sharding_strategy", "no_shard")):
+            if getattr(cfg.mfsdp, key) != wanted:
+                raise ConfigError(
+                    f"mfsdp.{key}={getattr(cfg.mfsdp, key)} with fp8_config.quantized_model_init=true: "
+                    f"Megatron-FSDP has FP8 weights only with {wanted}"
+                )
+    if cfg.data.decoder == "nvjpeg" and not torch.cuda.is_available():
+        raise ConfigError("data.decoder=nvjpeg needs a CUDA GPU: use data.decoder=torchvision")
+    if (cfg.data.mixup or cfg.data.cutmix) and (micro := split_batch(cfg, world_size).micro_batch_size) % 2:
+        key = "mixup" if cfg.data.mixup else "cutmix"
+        raise ConfigError(
+            f"data.{key}={getattr(cfg.data, key)} mixes pairs, and micro_batch_size={micro} (on {world_size} ranks) is "
+            "odd: use an even one, or set data.mixup=0 data.cutmix=0"
+        )
+    if script == "train_ddp" and cfg.ddp.cuda_graphs:
+        for key, lacks in (
+            ("model.transformer_engine=true", cfg.model.transformer_engine),
+            ("activation_checkpointing=true", cfg.activation_checkpointing),
+        ):
+            if lacks:
+                raise ConfigError(f"ddp.cuda_graphs=true records no {key}: set one of them to false")
+        if not torch.cuda.is_available():
+            raise ConfigError("ddp.cuda_graphs=true needs a CUDA GPU: set it to false here")
+    axes = cfg.distributed
+    outer, shard = axes.dp_outer or 1, axes.dp_shard or world_size // (axes.dp_outer or 1)
+    if script == "train_ddp" and (axes.dp_outer, axes.dp_shard) != (None, None):
+        key, value = ("dp_outer", axes.dp_outer) if axes.dp_outer else ("dp_shard", axes.dp_shard)
+        raise ConfigError(f"distributed.{key}={value}: DDP does not shard; set it to null or use train_fsdp2.py")
+    if outer * shard != world_size:
+        raise ConfigError(
+            f"distributed.dp_outer={axes.dp_outer} x distributed.dp_shard={axes.dp_shard} is not the world size of "
+            f"{world_size}: leave one of them null"
+        )
+    if script == "train_mfsdp":
+        if cfg.model.implementation != "ours":
+            raise ConfigError(
+                f"model.implementation={cfg.model.implementation}: Megatron-FSDP initialises module by module, which "
+                "this one cannot; use train_fsdp2.py"
+            )
+        for key, is_frozen in (("freeze", cfg.model.freeze), ("pos_embed", cfg.model.pos_embed == "sincos")):
+            if is_frozen:
+                raise ConfigError(
+                    f"model.{key}={getattr(cfg.model, key)}: Megatron-FSDP keeps what is not trained in BF16 alone, "
+                    "and checkpoints would lose the rest; use train_fsdp2.py"
+                )
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "train_mfsdp.py needs a CUDA GPU (Megatron-FSDP has no CPU path): use train_fsdp2.py here"
+            )
+        if cfg.mfsdp.outer_dp_sharding_strategy != "no_shard" and outer == 1:
+            raise ConfigError("mfsdp.outer_dp_sharding_strategy=optim needs distributed.dp_outer above 1")
+        if cfg.precision != "bf16":
+            raise ConfigError(
+                f"precision={cfg.precision}: train_mfsdp.py computes in bf16; use train_fsdp2.py for fp32"
+            )
+    if script == "train_fsdp2" and cfg.fsdp2.cpu_offload and not torch.cuda.is_available():
+        raise ConfigError("fsdp2.cpu_offload=true needs a CUDA GPU: without one everything is in host memory already")
+
+
+def _is_importable(package: str) -> bool:
+    """Whether the package is installed; a folder of its name, such as wandb leaves behind, is no package."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
+
+
+def _one_line(error: Exception) -> str:
+    """Hydra's, OmegaConf's and pydantic's complaints, each as one line with the key, the value and the fix."""
+    from hydra.errors import OverrideParseException
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        if isinstance(first.get("ctx", {}).get("error"), ConfigError):
+            return str(first["ctx"]["error"])
+        # A union reports each member with its name in the location; the key is what stands before it.
+        key = ".".join(str(part) for part in first["loc"])
+        key = next((known for known in sorted(known_keys(), key=len, reverse=True) if key.startswith(known)), key)
+        same_key = [e for e in error.errors() if e["loc"][: key.count(".") + 1] == first["loc"][: key.count(".") + 1]]
+        if first["type"] == "unexpected_keyword_argument":
+            key = ".".join(str(part) for part in first["loc"])
+            return f"unknown key {key}={first['input']!r}{_did_you_mean(key)}"
+        if first["type"] == "missing" and key != ".".join(str(part) for part in first["loc"]):
+            return f"{key}={first['input']!r}: too few values"
+        if first["type"] == "missing":
+            return f"{key} is missing: give it a value in the YAML or on the command line"
+        wanted = " or ".join(dict.fromkeys(e["msg"][0].lower() + e["msg"][1:] for e in same_key))
+        return f"{key}={first['input']!r}: {wanted}"
+    if isinstance(error, OverrideParseException):
+        return f"cannot read {error.override!r} on the command line: {str(error).splitlines()[0]}"
+    text = " ".join(line.strip() for line in str(error).split("Config search path")[0].splitlines() if line.strip())
+    if match := re.search(r"Missing mandatory value: .*full_key: (\S+)", text):
+        return f"{match[1]} is missing: give it on the command line, {match[1]}=..."
+    if match := re.search(r"Could not override '([^']+)'", text):
+        return f"unknown key {match[1]}{_did_you_mean(match[1])}"
+    return text
+
+
+def _did_you_mean(key: str) -> str:
+    close = difflib.get_close_matches(key, known_keys(), n=1)
+    return f": did you mean {close[0]}?" if close else ": no such key in config/defaults.yaml"
+
+
+def _to_config(raw: Any) -> Config:
+    from omegaconf import OmegaConf
+    from pydantic import TypeAdapter
+
+    plain = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
+    return TypeAdapter(Config).validate_json(json.dumps(plain))  # strict, and a JSON list may become a tuple
+
+
+def _complaints() -> tuple[type[Exception], ...]:
+    """What composing and checking a config may raise; also makes ${project_dir:} known to OmegaConf."""
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from pydantic import ValidationError
+
+    OmegaConf.register_new_resolver("project_dir", lambda: str(PROJECT_DIR), replace=True)
+    return HydraException, OmegaConfBaseException, ValidationError
+
+
+def load_config(config_name: str = "L0_sanity", overrides: list[str] | None = None, *, script: str = "test") -> Config:
+    """Compose and check a config from Python, as the command line of `script` would.
+
+    Raises:
+        ConfigError: a typo, a wrong type or a contradiction, in one line.
+    """
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    complaints = _complaints()
+    try:
+        with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3", job_name=script):
+            raw = hydra.compose(config_name, [*(overrides or []), f"hydra.job.name={script}"], return_hydra_config=True)
+        HydraConfig.instance().set_config(raw)
+        OmegaConf.set_struct(raw, False)
+        raw.pop("hydra")
+        return _to_config(raw)
+    except complaints as error:
+        raise ConfigError(_one_line(error)) from error
+
+
+def _compose_from_command_line(script: str) -> Config:
+    """Run hydra.main for its command line (--config-name, --cfg, --help, overrides), and only for that.
+
+    Training runs outside Hydra, which would otherwise catch its exceptions and set up logging of its own.
+
+    Raises:
+        ConfigError: a typo, a wrong type or a contradiction, in one line.
+    """
+    import hydra
+
+    complaints, composed = _complaints(), []
+
+    if {"-m", "--multirun"} & set(sys.argv[1:]):
+        raise ConfigError("--multirun would train run after run under one torchrun: start one command a run")
+
+    @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="L0_sanity")
+    def keep(raw: Any) -> None:
+        composed.append(_to_config(raw))
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing several lines and exiting
+    sys.argv[1:] += ["hydra/job_logging=none", "hydra/hydra_logging=none", f"hydra.job.name={script}"]
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            keep()
+    except complaints as error:
+        raise ConfigError(_one_line(error)) from error
+    except SystemExit as error:  # argparse: an unknown flag
+        if error.code:
+            raise ConfigError(complaint.getvalue().strip().splitlines()[-1]) from error
+        raise
+    if not composed:  # --help, --cfg, --info: Hydra printed what was asked for
+        sys.exit(0)
+    return composed[0]
+
+
+def use_srun() -> None:
+    """Give the tasks of `srun python train_x.py`, without torchrun, the variables that torchrun would give them.
+
+    Without them each task would be a run of its own. SLURM_STEP_NUM_TASKS is set by srun only, not in a batch script or
+    an salloc shell. The address is the step's first node, the port follows from the job and the step; MASTER_ADDR and
+    MASTER_PORT go first.
+    """
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks == 1 or "WORLD_SIZE" in os.environ:
+        return
+    slurm = {name: os.environ[f"SLURM_{name}"] for name in ("PROCID", "LOCALID", "STEP_NODELIST", "JOB_ID", "STEP_ID")}
+    first = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", slurm["STEP_NODELIST"]).split(",")[0]  # n[07-09,12],m1 -> n07
+    os.environ |= {"RANK": slurm["PROCID"], "LOCAL_RANK": slurm["LOCALID"], "WORLD_SIZE": str(tasks)}
+    os.environ.setdefault("MASTER_ADDR", first)
+    os.environ.setdefault("MASTER_PORT", str(20000 + (int(slurm["JOB_ID"]) * 10 + int(slurm["STEP_ID"])) % 10000))
+
+
+def launch(main: Callable[[Config], dict[str, float]]) -> None:
+    """Run an entrypoint: compose, check, train; a mistake is one line and exit code 2, before process groups start."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    import imagenet_dataset
+    from observability import profiling
+
+    use_srun()
+    script = Path(sys.argv[0]).stem
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        cfg = _compose_from_command_line(script)
+        check_script(cfg, script, world_size)
+        split_batch(cfg, world_size)
+    except ConfigError as error:
+        exit_with(str(error))
+    try:
+        sizes = imagenet_dataset.run_sizes(cfg, world_size)
+    except ConfigError as error:  # about files: each node has its own, and the first rank of each speaks
+        exit_with(str(error), rank_variable="LOCAL_RANK")
+    try:
+        profiling.check(cfg, sizes)
+        record(main)(cfg)  # torchrun then shows this process's error as the root cause
+    except ConfigError as error:
+        exit_with(str(error))
+    except RunError as error:
+        exit_with(str(error), code=1)
+    preemption.ignore()  # Python's own end would give the signals their default back: a late one would be a failure

@@ -1,0 +1,136 @@
+"""Process group, device, run folder and logging of one process; what every entrypoint does first and last."""
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from runtime import preemption
+from runtime.run_folder import lock_folder, set_status, set_up_logging, write_provenance
+from runtime.session import TIMEOUT, Session
+from schema import Config, ConfigError
+
+_sessions = itertools.count()
+
+
+@contextlib.contextmanager
+def dist_session(cfg: Config) -> Iterator[Session]:
+    """Folder and lock, logging, process group; on the way out the status and an orderly end.
+
+    Started without torchrun, the job is this one process. CUDA gets NCCL (and gloo beside it, for tensors in host
+    memory), a machine without CUDA gloo.
+
+    Raises:
+        ConfigError: a live run holds the output folder.
+    """
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    cuda = torch.cuda.is_available()
+    # Modulo: srun may show each task its own card only. Two ranks on one card are NCCL's to refuse.
+    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    session = Session(rank, local_rank, world_size, device, Path(cfg.output_dir))
+
+    def lock() -> None:
+        held.enter_context(lock_folder(session.output_dir, "output_dir"))
+        ckpt_dir = Path(cfg.checkpoint.ckpt_dir or session.output_dir)
+        if session.output_dir.absolute() not in (ckpt_dir.absolute(), *ckpt_dir.absolute().parents):
+            held.enter_context(lock_folder(ckpt_dir, "checkpoint.ckpt_dir"))
+
+    with contextlib.ExitStack() as held:
+        held.enter_context(preemption.listening())
+        store = _store()
+        _rank_0_first(lock, session, store)
+        set_up_logging(session)
+        set_kernels(cfg)
+        if cuda:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=TIMEOUT,
+        )
+        if session.is_main:
+            write_provenance(cfg, session)
+        set_status(session, "running")
+        try:
+            yield session
+            _leave_process_group(session)
+            if session.stop.signal:
+                set_status(session, "preempted")  # now: what follows may take longer than there is left
+            for work in session.afterwards if session.is_main else ():
+                work()
+        except BaseException:
+            # No destroy_process_group here: it can wait for ranks that wait for this one. Exiting ends the job at once,
+            # because torchrun stops the others.
+            set_status(session, "failed")
+            raise
+        if not session.stop.signal:
+            set_status(session, "finished")
+
+
+def _leave_process_group(session: Session) -> None:
+    """All ranks together; no rank needs another from here on."""
+    session.stop.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _store() -> dist.Store:
+    """Where the processes find each other: torchrun's store, or one in memory for a lone process, which needs no port.
+
+    torchrun keeps its store over --max-restarts, and a process may train more than once: each attempt gets names of its
+    own, because gloo would connect to the addresses of the attempt before (seen with torch 2.14.1).
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return dist.HashStore()
+    # torchrun's store is there before its processes: one that finds none is an orphan, and waits in vain.
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=30) if is_torchruns else TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_sessions)}"
+    return dist.PrefixStore(attempt, store)
+
+
+def _rank_0_first(work: Callable[[], None], session: Session, store: dist.Store) -> None:
+    """work() on rank 0, while there is no process group yet; the others wait in the store for how it went.
+
+    Without this they would wait for rank 0 in the process group's start, where no signal of torchrun's is heard.
+
+    Raises:
+        ConfigError: on all ranks alike, if it failed.
+    """
+    if session.is_main:
+        reason = ""
+        try:
+            work()
+        except ConfigError as error:
+            reason = str(error)
+        store.set("rank_0", reason)
+        deadline = time.monotonic() + 10
+        while reason and store.add("heard", 0) < session.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)  # the store may live in this process
+    else:
+        reason = store.get("rank_0").decode()
+        store.add("heard", 1)
+    if reason:
+        raise ConfigError(reason)
+
+
+def set_kernels(cfg: Config) -> None:
+    """fp32 means it: no TF32 in matrix products, convolutions or cuDNN. bf16 leaves FP32 products on TF32.
+
+    No attention of cuDNN's, which torch prefers on Hopper: its gradients were NaN in a run of 64 tokens after 785 steps
+    (H100, torch 2.11; https://github.com/pytorch/pytorch/issues/196678 has the cause;
+    benchmarks/attention_nan_h100x1.log).
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.set_float32_matmul_precision("highest" if cfg.precision == "fp32" else "high")
+    torch.backends.cudnn.allow_tf32 = cfg.precision != "fp32"

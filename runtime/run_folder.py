@@ -1,0 +1,118 @@
+"""The folder of a run: its lock, its logs, its status, and what it says of how it was made."""
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+import timm
+import torch
+import torchvision
+import yaml
+from tqdm import tqdm
+
+from runtime.files import write_json
+from runtime.session import Session
+from schema import Config, ConfigError, to_plain
+
+logger = logging.getLogger(__name__)
+PROJECT_DIR = Path(__file__).resolve().parent.parent
+
+
+def lock_folder(folder: Path, key: str) -> TextIO:
+    """An open, locked file in the folder that `key` names.
+
+    The kernel lets go of the lock when the process dies, however it does. A POSIX lock is the process's own: loader
+    processes, which outlive a killed rank by seconds, do not inherit it.
+
+    Raises:
+        ConfigError: a live run holds it, or the folder cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a+")  # noqa: SIM115  (the caller closes it)
+    except OSError as error:
+        raise ConfigError(f"{key}={folder} cannot be written to ({error.strerror}): give another folder") from None
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        raise ConfigError(
+            f"{key}={folder} is in use by a live run ({lock.read().strip()}): "
+            f"wait for it, or give this run another {key}"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {platform.node()}\n")
+    lock.flush()
+    return lock
+
+
+def set_up_logging(session: Session) -> None:
+    """Rank 0 to the console and train.log; other ranks speak from warnings up, with their rank."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, _ConsoleHandler | _LogFileHandler):  # main() called again in one process, by a test
+            root.removeHandler(handler)
+            handler.close()
+    formatter = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
+    if not session.is_main:
+        formatter = logging.Formatter(f"%(asctime)s [rank {session.rank}] %(levelname)s %(message)s", "%H:%M:%S")
+    handlers: list[logging.Handler] = [_ConsoleHandler()]
+    if session.is_main:
+        handlers.append(_LogFileHandler(session.output_dir / "train.log"))
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        handler.setLevel(logging.INFO if session.is_main else logging.WARNING)
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)
+
+
+class _ConsoleHandler(logging.StreamHandler):
+    """Console lines, written above a progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+class _LogFileHandler(logging.FileHandler):
+    """train.log."""
+
+
+def _git_commit() -> str:
+    """COMMIT, for a copy without .git (an image), or what git says, if there is one."""
+    found = os.environ.get("COMMIT", "")
+    if not found and shutil.which("git"):
+        command = ["git", "-C", PROJECT_DIR, "describe", "--always", "--dirty", "--abbrev=12"]
+        found = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return found or "unknown"
+
+
+def write_provenance(cfg: Config, session: Session) -> None:
+    """config.yaml, and what runs on what into the log."""
+    (session.output_dir / "config.yaml").write_text(yaml.safe_dump(to_plain(cfg), sort_keys=False))
+    card = torch.cuda.get_device_name() if session.device.type == "cuda" else platform.processor() or "CPU"
+    logger.info(
+        "torch %s, torchvision %s, timm %s, Python %s, commit %s",
+        *(torch.__version__, torchvision.__version__, timm.__version__, platform.python_version(), _git_commit()),
+    )
+    if session.device.type == "cuda":
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        logger.info("CUDA %s, cuDNN %s, NCCL %s", torch.version.cuda, torch.backends.cudnn.version(), nccl)
+    logger.info("%d processes on %s, output in %s", session.world_size, card, session.output_dir)
+
+
+def set_status(session: Session, state: str, step: int | None = None) -> None:
+    """Write status.json, whole or not at all; `step` stays what it was if it is not given."""
+    if not session.is_main:
+        return
+    path = session.output_dir / "status.json"
+    if step is None:
+        step = json.loads(path.read_text())["step"] if path.exists() else 0
+    write_json(path, {"state": state, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
