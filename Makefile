@@ -1,4 +1,4 @@
-# make demo   train the micro ViT on the bundled pictures with FSDP2, two processes, into runs/demo
+# make demo   train the micro ViT on the bundled images with FSDP2, two processes, into runs/demo
 # make test   the tests that run anywhere
 # Both make .venv and install requirements.txt if that has not been done, and only then.
 PYTHON ?= python3

@@ -1,6 +1,6 @@
 """Class folders or tar shards to batches, in an order that is a function of (seed, step) alone.
 
-    <path>/train/<class>/<picture>    <path>/val/<class>/<picture>        data.source=folder
+    <path>/train/<class>/<image>    <path>/val/<class>/<image>        data.source=folder
     <path>/train/*.tar                <path>/val/*.tar                    data.source=webdataset
 
 The training set is one endless stream of samples. Sample n = step x global batch + position; its epoch is n // N, its
@@ -22,7 +22,7 @@ from torchvision.transforms.v2 import functional as F
 
 from input_pipeline import tar_shards
 from input_pipeline.augment import Augment, crop_box
-from input_pipeline.decode import Decoder, Encoded, GpuDecodePrefetcher, Jpeg, PictureError, crop_extreme_aspect, encode
+from input_pipeline.decode import Decoder, Encoded, GpuDecodePrefetcher, ImageError, Jpeg, crop_extreme_aspect, encode
 from input_pipeline.device_cache import AugmentationPlans, CachedBatches, DecodedImages, DeviceCache, collate_plans
 from input_pipeline.image_folders import Folder, scan
 from runtime import preemption, seeding
@@ -34,7 +34,7 @@ PADDING = -1  # label of the images that fill up the last validation batch; they
 Key = tuple[int, int]  # sample number, index into the data set
 
 
-Pictures = Folder | tar_shards.Shards  # labels, name(index), read(index)
+ImageSource = Folder | tar_shards.Shards  # labels, name(index), read(index)
 
 
 def run_sizes(cfg: Config, world_size: int) -> RunSizes:
@@ -46,8 +46,8 @@ def run_sizes(cfg: Config, world_size: int) -> RunSizes:
     """
     num_train, num_val, classes = cfg.data.num_synthetic_train, cfg.data.num_synthetic_val, ()
     if cfg.data.source != "synthetic":
-        train = pictures(cfg.data, "train")
-        num_train, num_val, classes = len(train), len(pictures(cfg.data, "val")), train.classes
+        train = list_images(cfg.data, "train")
+        num_train, num_val, classes = len(train), len(list_images(cfg.data, "val")), train.classes
     if len(classes) > cfg.model.num_classes:
         raise ConfigError(
             f"data.path={cfg.data.path} has {len(classes)} classes, model.num_classes={cfg.model.num_classes}: "
@@ -61,7 +61,7 @@ def run_sizes(cfg: Config, world_size: int) -> RunSizes:
     return RunSizes.of(cfg, world_size=world_size, num_train_images=num_train, num_val_images=num_val, classes=classes)
 
 
-def pictures(cfg: DataConfig, split: str) -> Pictures:
+def list_images(cfg: DataConfig, split: str) -> ImageSource:
     """What `data.path` holds of one split, class folders or tar shards.
 
     Raises:
@@ -70,18 +70,18 @@ def pictures(cfg: DataConfig, split: str) -> Pictures:
     return scan(cfg.path, split) if cfg.source == "folder" else tar_shards.load(cfg.path, split, cfg.on_error)
 
 
-class PictureDataset(Dataset):
-    """Cropped uint8 pictures (C, Y, X), labels, and what could not be read; indexed by (sample number, index).
+class ImageDataset(Dataset):
+    """Cropped uint8 images (C, Y, X), labels, and what could not be read; indexed by (sample number, index).
 
     Args:
-        pictures: where they come from.
+        images: where they come from.
         cfg: the run's.
-        is_train: a picture that cannot be read is replaced by the next one that can, in training; in validation it
+        is_train: an image that cannot be read is replaced by the next one that can, in training; in validation it
             counts for nothing. Either only with data.on_error=skip.
     """
 
-    def __init__(self, pictures: Pictures, cfg: Config, *, is_train: bool) -> None:
-        self.pictures, self.is_train, self.seed = pictures, is_train, cfg.seed
+    def __init__(self, images: ImageSource, cfg: Config, *, is_train: bool) -> None:
+        self.images, self.is_train, self.seed = images, is_train, cfg.seed
         self.skips = cfg.data.on_error == "skip"
         self.decoder = Decoder.of(cfg.data, cfg.model.in_chans)
         self.use_gpu = is_train and cfg.data.decoder == "nvjpeg"
@@ -90,7 +90,7 @@ class PictureDataset(Dataset):
         self.nothing = torch.zeros(cfg.model.in_chans, *pair(cfg.data.image_size), dtype=torch.uint8)
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
     def __getitem__(self, key: Key) -> tuple[Any, int, list[str]]:
         number, index = key
@@ -101,23 +101,23 @@ class PictureDataset(Dataset):
             for tried in range(index, index + len(self)):
                 place = tried % len(self)
                 try:
-                    return self._load(place), int(self.pictures.labels[place]), failures
-                except (OSError, PictureError) as error:
-                    failures.append(f"cannot read {self.pictures.name(place)}: {error}")
+                    return self._load(place), int(self.images.labels[place]), failures
+                except (OSError, ImageError) as error:
+                    failures.append(f"cannot read {self.images.name(place)}: {error}")
                     if not self.skips:
                         raise OSError(failures[0]) from error
                     if not self.is_train:
                         return self.nothing, PADDING, failures
-        raise OSError(f"{failures[0]}, nor any other picture")
+        raise OSError(f"{failures[0]}, nor any other image")
 
     def _load(self, index: int) -> torch.Tensor | Jpeg:
-        data = self.pictures.read(index)
+        data = self.images.read(index)
         if not self.is_train:  # decoded and resized as timm's and torchvision's numbers were made
             return self.eval_transform(crop_extreme_aspect(self.decoder.pillow(data)))
         header = self.decoder.open(data)
         if self.use_gpu and self.decoder.is_plain_jpeg(header) and data.endswith(b"\xff\xd9"):  # not cut short
             box = crop_box(header, self.cfg)
-            return Jpeg(self.pictures.name(index), data, box, flip=torch.rand(()).item() < self.cfg.hflip)
+            return Jpeg(self.images.name(index), data, box, flip=torch.rand(()).item() < self.cfg.hflip)
         image = self.decoder.tensor(data, header)
         image = F.resized_crop(
             image,
@@ -139,7 +139,7 @@ def _collate(items: list[tuple[Any, int, list[str]]]) -> tuple[torch.Tensor | En
 
 
 class SyntheticDataset(Dataset):
-    """Pictures of noise in place of files: a few, drawn once and handed out in turn, so that nothing is computed."""
+    """Images of noise in place of files: a few, drawn once and handed out in turn, so that nothing is computed."""
 
     def __init__(self, num_images: int, shape: tuple[int, int, int], num_classes: int, *, seed: int) -> None:
         self.num_images = num_images
@@ -224,7 +224,7 @@ class EvalSampler(Sampler):
 
 
 def eval_transform(cfg: DataConfig) -> v2.Transform:
-    """PIL picture to a uint8 tensor (C, Y, X): resize by crop_pct, centre crop, as timm's create_transform does.
+    """PIL image to a uint8 tensor (C, Y, X): resize by crop_pct, centre crop, as timm's create_transform does.
 
     A square size resizes the short side; a rectangle resizes height and width to the same share each.
     """
@@ -273,7 +273,7 @@ class Loader(DataLoader):
             return
         self.unreadable.add(text)
         if len(self.unreadable) > self.cfg.data.max_errors:
-            raise OSError(f"{text}; more than data.max_errors={self.cfg.data.max_errors} pictures cannot be read")
+            raise OSError(f"{text}; more than data.max_errors={self.cfg.data.max_errors} images cannot be read")
         logger.warning("%s; left out (%d so far)", text, len(self.unreadable))
 
 
@@ -290,8 +290,8 @@ def build_loaders(
             for num_images in (sizes.num_train_images, sizes.num_val_images)
         )
     else:
-        train, val = pictures(cfg.data, "train"), pictures(cfg.data, "val")
-        train_set, val_set = PictureDataset(train, cfg, is_train=True), PictureDataset(val, cfg, is_train=False)
+        train, val = list_images(cfg.data, "train"), list_images(cfg.data, "val")
+        train_set, val_set = ImageDataset(train, cfg, is_train=True), ImageDataset(val, cfg, is_train=False)
         if cfg.data.source == "webdataset":
 
             def order(epoch: int) -> np.ndarray:

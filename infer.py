@@ -1,9 +1,9 @@
-"""Pictures in, class names out, from an exported model.
+"""Images in, class names out, from an exported model.
 
-    python infer.py runs/demo/checkpoints/final_model picture.jpg folder/of/pictures
+    python infer.py runs/demo/checkpoints/final_model image.jpg folder/of/images
     python infer.py MODEL folder/ --json answers.json --sheet answers.png
 
-MODEL is a final_model folder, or a step_XXXXXXXX folder, or a folder that holds some. Pictures are read as in
+MODEL is a final_model folder, or a step_XXXXXXXX folder, or a folder that holds some. Images are read as in
 evaluation: any mode and depth, EXIF as the run had it; one that cannot be read is named, the others go on, and the
 exit code is then 1.
 """
@@ -22,7 +22,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import nn
 
-from input_pipeline.decode import Decoder, PictureError, crop_extreme_aspect
+from input_pipeline.decode import Decoder, ImageError, crop_extreme_aspect
 from input_pipeline.image_folders import IMAGE_EXTENSIONS
 from interop import weights_out
 from runtime.step_folders import newest_step
@@ -55,7 +55,7 @@ def class_names(model: nn.Module) -> list[str]:
 
 
 class Reader:
-    """A picture's bytes to what the model takes, (C, Y, X), normalised: the pixels of the run's evaluation."""
+    """An image's bytes to what the model takes, (C, Y, X), normalised: the pixels of the run's evaluation."""
 
     def __init__(self, model: nn.Module, config: dict[str, Any]) -> None:
         settings = timm.data.resolve_model_data_config(model)
@@ -65,30 +65,30 @@ class Reader:
         self.decoder = Decoder(settings["input_size"][0], decoder="pillow", **decoding)
 
     def __call__(self, data: bytes) -> torch.Tensor:
-        """Raises PictureError if it is none."""
+        """Raises ImageError if it is none."""
         return self.transform(crop_extreme_aspect(self.decoder.pillow(data)))
 
 
 def find(paths: list[Path]) -> Iterator[Path]:
-    """The files given, and the pictures in the folders given, by the ends of their names.
+    """The files given, and the images in the folders given, by the ends of their names.
 
     Raises:
-        ConfigError: a path is not there, or a folder holds no picture.
+        ConfigError: a path is not there, or a folder holds no image.
     """
     for path in paths:
         if path.is_dir():
             files = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGE_EXTENSIONS and p.is_file())
             if not (files := [p for p in files if not p.name.startswith(".")]):
-                raise ConfigError(f"{path} holds no pictures: give another folder, or files")
+                raise ConfigError(f"{path} holds no images: give another folder, or files")
             yield from files
         elif path.is_file():
             yield path
         else:
-            raise ConfigError(f"{path} is not there: give files or folders of pictures")
+            raise ConfigError(f"{path} is not there: give files or folders of images")
 
 
 def sheet(answers: list[dict[str, Any]], reader: Reader, target: Path, *, columns: int = 4, size: int = 224) -> None:
-    """A contact sheet: each picture as it is, and its classes below it."""
+    """A contact sheet: each image as it is, and its classes below it."""
     lines, height, font = 3, size + 3 * 18 + 8, ImageFont.load_default(size=14)
     rows = -(-len(answers) // columns)
     page = Image.new("RGB", (columns * (size + 8), rows * height), "white")
@@ -108,8 +108,8 @@ def main(argv: list[str] | None = None) -> None:
     """Parse, read, classify in batches, answer."""
     parser = Parser(__doc__)
     parser.add_argument("model", type=Path, metavar="MODEL")
-    parser.add_argument("pictures", type=Path, nargs="+", metavar="PICTURE")
-    parser.add_argument("--top", type=int, default=5, help="classes a picture")
+    parser.add_argument("images", type=Path, nargs="+", metavar="IMAGE")
+    parser.add_argument("--top", type=int, default=5, help="classes an image")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write the answers there")
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         model, config = load_model(args.model)
-        files = list(find(args.pictures))
+        files = list(find(args.images))
     except ConfigError as error:
         exit_with(str(error))
     model, reader, names = model.to(args.device), Reader(model, config), class_names(model)
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
             try:
                 images.append(reader(file.read_bytes()))
                 readable.append(file)
-            except (OSError, PictureError) as error:
+            except (OSError, ImageError) as error:
                 print(f"error: cannot read {file}: {error}", file=sys.stderr)
                 unreadable += 1
         if not images:

@@ -1,4 +1,4 @@
-"""A model of the config, ready to be wrapped: which class it is, recomputed and compiled block by block, or as graphs."""
+"""A model of the config, ready to be wrapped: its class, recomputation and compilation of its blocks, CUDA graphs."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Parameter groups, the optimizer, the average of the weights, the learning rate as a function of the step, clipping."""
+"""Parameter groups, optimizers, the average of the weights, the learning rate, gradient clipping."""
 
 import contextlib
 import math
@@ -308,7 +308,7 @@ class Ema:
 
 
 def lr_at(step: int, cfg: Config, sizes: RunSizes) -> float:
-    """Learning rate of update number `step`, 1 being the first: a function of the step and of the run's config and sizes.
+    """Learning rate of update number `step`, 1 being the first: a function of the step, the config and the run's sizes.
 
     Linear warmup from warmup_start_lr at step 0 to lr at step num_warmup_steps; then, until the schedule's last step:
 

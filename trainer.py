@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 import checkpoint
-from imagenet_dataset import PADDING, pictures
+from imagenet_dataset import PADDING, list_images
 from input_pipeline.augment import Mixup
 from observability.metrics import MetricLogger, Speed, top_k_hits
 from observability.profiling import Profiler
@@ -191,7 +191,7 @@ def train_step(
     normalize: "Normalize",
     mixup: Mixup,
 ) -> StepResult:
-    """Update number `step`, 1 being the first, from the next `sizes.accumulation` microbatches; the host never waits."""
+    """Update number `step`, 1 being the first, from the next microbatches; the host does not wait for the device."""
     lr = lr_at(step, cfg, sizes)
     for group in run.optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
@@ -313,7 +313,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor, cfg: LossConfig) -> tor
     `targets` are labels (B,) or, with mixup, shares (B, num_classes); label smoothing takes each share t to
     (1 - smoothing) t + smoothing / num_classes (Szegedy et al., arXiv 1512.00567), before `loss.bce_target_thresh`, as
     in timm. softmax: cross-entropy. sigmoid: binary cross-entropy of every class, summed over classes by big_vision
-    (loss.bce_sum), averaged by timm and DeiT III, where every class of a mixed picture counts in full (threshold 0).
+    (loss.bce_sum), averaged by timm and DeiT III, where every class of a mixed image counts in full (threshold 0).
     """
     if cfg.name == "softmax":
         return F.cross_entropy(logits, targets, label_smoothing=cfg.label_smoothing)
@@ -327,7 +327,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor, cfg: LossConfig) -> tor
 
 
 class Normalize:
-    """uint8 pictures (B, C, Y, X) to floats of the data's mean 0 and deviation 1, on the device."""
+    """uint8 images (B, C, Y, X) to floats of the data's mean 0 and deviation 1, on the device."""
 
     def __init__(self, cfg: Config, device: torch.device) -> None:
         def per_channel(values: tuple[float, ...]) -> torch.Tensor:
@@ -370,7 +370,7 @@ def _introduce(run: Run, cfg: Config, session: Session, sizes: RunSizes, *, star
     )
     if cfg.data.source != "synthetic":
         for split in ("train", "val"):
-            found = pictures(cfg.data, split)
+            found = list_images(cfg.data, split)
             logger.info("%s: %d images, skipped %s", split, len(found), found.skipped or "nothing")
             labels = set(np.unique(found.labels).tolist())
             if absent := [name for label, name in enumerate(found.classes) if label not in labels]:

@@ -273,7 +273,7 @@ def sincos_positions(cfg: ModelConfig) -> torch.Tensor:
     count = cfg.embed_dim // 4
     frequencies = 10000.0 ** -(torch.arange(count, device="cpu", dtype=torch.float64) / (count - 1))
     rows, columns = (torch.arange(n, device="cpu", dtype=torch.float64)[:, None] * frequencies for n in (height, width))
-    x, y = columns.repeat(height, 1), rows.repeat_interleave(width, 0)  # patches in rows of the picture
+    x, y = columns.repeat(height, 1), rows.repeat_interleave(width, 0)  # patches in rows of the image
     grid = torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
     tokens = 0 if cfg.no_embed_class else cfg.class_token + cfg.reg_tokens
     return torch.cat([grid.new_zeros(tokens, cfg.embed_dim), grid])[None].float()

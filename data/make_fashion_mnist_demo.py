@@ -1,13 +1,13 @@
-"""Builds fashion_mnist_demo.tar.gz, the small picture data set that comes with this project.
+"""Builds fashion_mnist_demo.tar.gz, the small image data set that comes with this project.
 
-The pictures are a balanced part of Fashion-MNIST in its official split, read from the IDX files of Debian's package
+The images are a balanced part of Fashion-MNIST in its official split, read from the IDX files of Debian's package
 `dataset-fashion-mnist` and stored as JPEG files in one folder per class:
 
     fashion_mnist_demo/LICENSE
     fashion_mnist_demo/train/<class>/NNNNN.jpg
     fashion_mnist_demo/val/<class>/NNNNN.jpg
 
-NNNNN is the picture's index in its IDX file. The archive holds no times, owners or other traces of the machine, so
+NNNNN is the image's index in its IDX file. The archive holds no times, owners or other traces of the machine, so
 the same versions of Python, zlib and Pillow always give the same bytes.
 """
 
@@ -40,7 +40,7 @@ CLASSES = (  # in the order of Fashion-MNIST's labels, 0 to 9
     "bag",
     "ankle_boot",
 )
-PICTURE_SHAPE = (28, 28)
+IMAGE_SHAPE = (28, 28)
 SPLITS = {"train": "train", "val": "t10k"}  # folder in the archive -> prefix of the IDX files
 
 HERE = Path(__file__).resolve().parent
@@ -90,43 +90,43 @@ def read_idx(path: Path, ndim: int) -> np.ndarray:
 
 
 def read_split(source: Path, prefix: str) -> tuple[np.ndarray, np.ndarray]:
-    """Reads the pictures of one split with their labels.
+    """Reads the images of one split with their labels.
 
     Args:
         source: The folder of the IDX files.
         prefix: The split's name in Fashion-MNIST, "train" or "t10k".
 
     Returns:
-        The pictures, uint8 of shape (n, 28, 28), and the labels, uint8 of shape (n,).
+        The images, uint8 of shape (n, 28, 28), and the labels, uint8 of shape (n,).
 
     Raises:
         DemoError: A file is unfit, or the two do not belong together.
     """
-    pictures_path = source / f"{prefix}-images-idx3-ubyte.gz"
+    images_path = source / f"{prefix}-images-idx3-ubyte.gz"
     labels_path = source / f"{prefix}-labels-idx1-ubyte.gz"
-    pictures = read_idx(pictures_path, ndim=3)
+    images = read_idx(images_path, ndim=3)
     labels = read_idx(labels_path, ndim=1)
-    if pictures.shape[1:] != PICTURE_SHAPE:
-        raise DemoError(f"{pictures_path}: wrong size: pictures of {pictures.shape[1:]}, expected {PICTURE_SHAPE}")
-    if len(labels) != len(pictures):
-        raise DemoError(f"{labels_path}: wrong size: {len(labels)} labels for {len(pictures)} pictures")
+    if images.shape[1:] != IMAGE_SHAPE:
+        raise DemoError(f"{images_path}: wrong size: images of {images.shape[1:]}, expected {IMAGE_SHAPE}")
+    if len(labels) != len(images):
+        raise DemoError(f"{labels_path}: wrong size: {len(labels)} labels for {len(images)} images")
     if labels.size and labels.max() >= len(CLASSES):
         raise DemoError(f"{labels_path}: label {labels.max()}, expected 0 to {len(CLASSES) - 1}")
-    return pictures, labels
+    return images, labels
 
 
-def encode_jpeg(picture: np.ndarray, quality: int) -> bytes:
-    """Encodes one grey picture as JPEG.
+def encode_jpeg(image: np.ndarray, quality: int) -> bytes:
+    """Encodes one grey image as JPEG.
 
     Args:
-        picture: uint8 of shape (height, width).
+        image: uint8 of shape (height, width).
         quality: The JPEG quality, 1 to 100.
 
     Returns:
         The bytes of the JPEG file.
     """
     buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, format="JPEG", quality=quality)  # two-dimensional uint8 makes mode "L"
+    Image.fromarray(image).save(buffer, format="JPEG", quality=quality)  # two-dimensional uint8 makes mode "L"
     return buffer.getvalue()
 
 
@@ -135,14 +135,14 @@ def collect_files(source: Path, per_class: dict[str, int], quality: int) -> dict
 
     Args:
         source: The folder of the IDX files.
-        per_class: For each split, how many pictures to take of each class.
+        per_class: For each split, how many images to take of each class.
         quality: The JPEG quality.
 
     Returns:
         The content of each file by its path in the archive.
 
     Raises:
-        DemoError: A file is unfit, or a class has too few pictures.
+        DemoError: A file is unfit, or a class has too few images.
     """
     if not source.is_dir():
         raise DemoError(f"{source}: no such folder; {INSTALL_HINT}")
@@ -151,13 +151,13 @@ def collect_files(source: Path, per_class: dict[str, int], quality: int) -> dict
     except OSError as error:
         raise DemoError(f"{LICENSE}: cannot be read: {error.strerror}") from None
     for split, prefix in SPLITS.items():
-        pictures, labels = read_split(source, prefix)
+        images, labels = read_split(source, prefix)
         for label, name in enumerate(CLASSES):
             indices = np.flatnonzero(labels == label)
             if len(indices) < per_class[split]:
-                raise DemoError(f"{split}/{name}: {per_class[split]} pictures wanted, {source} has {len(indices)}")
+                raise DemoError(f"{split}/{name}: {per_class[split]} images wanted, {source} has {len(indices)}")
             for index in indices[: per_class[split]]:
-                files[f"{ROOT}/{split}/{name}/{index:05d}.jpg"] = encode_jpeg(pictures[index], quality)
+                files[f"{ROOT}/{split}/{name}/{index:05d}.jpg"] = encode_jpeg(images[index], quality)
     return files
 
 
@@ -220,8 +220,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--source", type=Path, default=DEFAULT_SOURCE, help="folder of Fashion-MNIST's IDX files")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="archive to write")
-    parser.add_argument("--train-per-class", type=int, default=400, help="training pictures of each class")
-    parser.add_argument("--val-per-class", type=int, default=50, help="validation pictures of each class")
+    parser.add_argument("--train-per-class", type=int, default=400, help="training images of each class")
+    parser.add_argument("--val-per-class", type=int, default=50, help="validation images of each class")
     parser.add_argument("--quality", type=int, default=92, help="JPEG quality, 1 to 100")
     args = parser.parse_args(argv)
     for option in ("train_per_class", "val_per_class"):
@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     except DemoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{args.output}: {len(files)} files ({len(files) - 1} pictures and the licence)")
+    print(f"{args.output}: {len(files)} files ({len(files) - 1} images and the licence)")
     print(f"size    {len(archive)} bytes")
     print(f"sha256  {hashlib.sha256(archive).hexdigest()}")
     return 0

@@ -1,1 +1,1 @@
-"""From files to batches: listings of image folders and tar shards, decoding, augmentation, images kept on the device."""
+"""From files to batches: image folders, tar shards, decoding, augmentation, images kept on the device."""

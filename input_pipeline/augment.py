@@ -1,4 +1,4 @@
-"""What happens to a training picture after its random resized crop, in a worker; and mixup and cutmix, on the device.
+"""What happens to a training image after its random resized crop, in a worker; and mixup and cutmix, on the device.
 
 The operations are timm's and torchvision's, in the order of timm.data.transforms_factory.transforms_imagenet_train:
 flips, auto augmentation, colour jitter, random erasing. `Augment` draws from torch's, NumPy's and Python's global
@@ -26,17 +26,17 @@ Box = tuple[int, int, int, int]  # top, bottom, left, right; bottom and right ar
 
 
 class Augment:
-    """One training picture, cropped, uint8 (C, Y, X), to the same shape and type; C is 1 or 3.
+    """One training image, cropped, uint8 (C, Y, X), to the same shape and type; C is 1 or 3.
 
     `data.auto_augment` and `data.color_jitter` are applied together where both are given (timm's force_color_jitter).
-    Grey pictures go through the policies as coloured ones do; Color and Desaturate leave them as they are.
+    Grey images go through the policies as coloured ones do; Color and Desaturate leave them as they are.
 
     What comes closest to big_vision's randaug(2, 10) is `rand-m10-n2-p1`: timm's 15 operations are big_vision's 16
     without Cutout, at the same levels, and p1 always applies the two that are drawn, as big_vision does (timm's own
     default is each with probability 0.5). The fill is the same grey of 128 where data.mean is 0.5; timm's translation
     by 0.45 of the width is big_vision's by 100 of 224 pixels. Magnitudes of 15 and 20 are `rand-m15-n2-p1-mmax15` and
     `rand-m20-n2-p1-mmax20`. Not the same: big_vision interpolates to the nearest pixel, and its Contrast pulls towards
-    a grey that follows from the picture's size, not from its mean.
+    a grey that follows from the image's size, not from its mean.
     """
 
     def __init__(self, cfg: DataConfig) -> None:
@@ -45,7 +45,7 @@ class Augment:
             self.flips.append(transforms.RandomHorizontalFlip(cfg.hflip))
         if cfg.vflip:
             self.flips.append(transforms.RandomVerticalFlip(cfg.vflip))
-        # One value of data.mean serves pictures of one channel and of three.
+        # One value of data.mean serves images of one channel and of three.
         num_channels = (1, 3) if len(cfg.mean) == 1 else (len(cfg.mean),)
         self.pil_ops = {n: _pil_ops(cfg, n) for n in num_channels}
         self.erase = RandomErasing(cfg) if cfg.random_erasing else None
@@ -55,15 +55,15 @@ class Augment:
         for flip in self.flips:
             image = flip(image)
         if ops := self.pil_ops[len(image)]:
-            picture = F.to_pil_image(image)
+            pil_image = F.to_pil_image(image)
             for op in ops:
-                picture = op(picture)
-            image = F.pil_to_tensor(picture)
+                pil_image = op(pil_image)
+            image = F.pil_to_tensor(pil_image)
         return self.erase(image) if self.erase else image
 
 
 def _pil_ops(cfg: DataConfig, num_channels: int) -> list[PilOp]:
-    """The policy and the colour jitter for pictures of `num_channels`."""
+    """The policy and the colour jitter for images of `num_channels`."""
     ops = [auto_augment_policy(cfg, num_channels)] if cfg.auto_augment else []
     return [*ops, transforms.ColorJitter(*cfg.color_jitter)] if cfg.color_jitter else ops
 
@@ -111,13 +111,13 @@ def crop_box(image: torch.Tensor | Image.Image, cfg: DataConfig) -> tuple[int, i
 
 
 class RandomErasing:
-    """A box of noise in a uint8 picture, with probability `data.random_erasing`: timm's RandomErasing, mode "pixel".
+    """A box of noise in a uint8 image, with probability `data.random_erasing`: timm's RandomErasing, mode "pixel".
 
-    Box: area 2 % to a third of the picture, ratio of its sides exp(U(log 0.3, log 1/0.3)), from Python's generator; up
+    Box: area 2 % to a third of the image, ratio of its sides exp(U(log 0.3, log 1/0.3)), from Python's generator; up
     to ten draws until one fits (Zhong et al., arXiv 1708.04896, and timm's draws in timm's order).
 
-    Noise: timm writes N(0, 1) into the normalised picture. Here it is drawn alike, taken back to pixel values, rounded,
-    and clipped to 0..255: what the device normalises has steps of 1 / (255 std), as every picture has, and ends where
+    Noise: timm writes N(0, 1) into the normalised image. Here it is drawn alike, taken back to pixel values, rounded,
+    and clipped to 0..255: what the device normalises has steps of 1 / (255 std), as every image has, and ends where
     black and white do (with ImageNet's mean and deviation at about -2 and 2.4; 3 % of the values lie beyond).
     """
 
@@ -136,7 +136,7 @@ class RandomErasing:
         return image
 
     def draw_box(self, height: int, width: int) -> Box | None:
-        """Where to erase, or None: not this picture, or no box fitted."""
+        """Where to erase, or None: not this image, or no box fitted."""
         if random.random() > self.probability:
             return None
         for _ in range(10):
@@ -155,7 +155,7 @@ class Mixup:
     As timm's Mixup in its mode "batch", but for who is mixed with whom: position p of the global batch with p ^ 1,
     where timm reverses the batch of a rank. An even micro batch tears no pair, and lambda follows from (seed, step), so
     the result depends neither on the number of ranks nor on the accumulation. Both members of a pair are mixed, so
-    lambda and 1 - lambda give the same two pictures: big_vision's max(lambda, 1 - lambda) makes no difference here.
+    lambda and 1 - lambda give the same two images: big_vision's max(lambda, 1 - lambda) makes no difference here.
     """
 
     def __init__(self, cfg: Config) -> None:
@@ -166,7 +166,7 @@ class Mixup:
         self.image_size = pair(cfg.data.image_size)
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mixed pictures and what they show: no wait for the device, no change of the arguments.
+        """Mixed images and what they show: no wait for the device, no change of the arguments.
 
         Args:
             images: (B, C, Y, X), normalised; B is even.
@@ -174,7 +174,7 @@ class Mixup:
             step: of the run.
 
         Returns:
-            Pictures (B, C, Y, X) and targets (B, num_classes) that sum to 1; with `data.mixup` and `data.cutmix` 0 the
+            Images (B, C, Y, X) and targets (B, num_classes) that sum to 1; with `data.mixup` and `data.cutmix` 0 the
             arguments themselves.
         """
         if not (self.mixup or self.cutmix):
@@ -190,10 +190,10 @@ class Mixup:
         return images, targets * share + _partners(targets) * (1 - share)
 
     def draw(self, step: int) -> tuple[float, Box | None]:
-        """This step's lambda, the share of a picture that stays its own, and cutmix's box (None: mixup, or neither).
+        """This step's lambda, the share of an image that stays its own, and cutmix's box (None: mixup, or neither).
 
         The draws are timm's, in timm's order. Lambda is Beta(alpha, alpha); the sides of cutmix's box are sqrt(1 -
-        lambda) of the picture's around a centre anywhere in it, and lambda becomes what the box leaves.
+        lambda) of the image's around a centre anywhere in it, and lambda becomes what the box leaves.
         """
         rng = seeding.mixing(self.seed, step)
         if rng.rand() >= self.probability:

@@ -1,6 +1,6 @@
-"""Bytes of a picture, whatever is in them, to the right pixels: on the CPU one by one, on the GPU a batch at a time.
+"""Bytes of an image, whatever is in them, to the right pixels: on the CPU one by one, on the GPU a batch at a time.
 
-Every picture ends as 8-bit RGB (or grey, for models of one channel):
+Every image ends as 8-bit RGB (or grey, for models of one channel):
 
     CMYK, YCbCr, Lab, palettes   converted by Pillow, which also undoes Adobe's inversion
     16 bits a channel            divided by 257, so that white stays white; other depths are refused
@@ -35,18 +35,18 @@ ORIENTATION = 0x0112  # EXIF tag
 WHITE = (255, 255, 255, 255)
 
 
-class PictureError(ValueError):
-    """A picture that cannot be used; the text says why, without its name."""
+class ImageError(ValueError):
+    """An image that cannot be used; the text says why, without its name."""
 
 
 class Decoder:
-    """What pictures are decoded with.
+    """What images are decoded with.
 
     Args:
         in_chans: 3 for RGB, 1 for grey.
         decoder: torchvision or pillow; nvjpeg means torchvision here, for what the GPU does not take.
-        exif_orientation: turn pictures as EXIF says.
-        max_pixels: of a picture; more are refused.
+        exif_orientation: turn images as EXIF says.
+        max_pixels: of an image; more are refused.
     """
 
     def __init__(self, in_chans: int, *, decoder: str, exif_orientation: bool, max_pixels: int) -> None:
@@ -65,20 +65,20 @@ class Decoder:
         """The header, read and checked; no pixel is decoded.
 
         Raises:
-            PictureError: not a picture, or one of more than `max_pixels`.
+            ImageError: not an image, or one of more than `max_pixels`.
         """
         with _named_errors():
             image = Image.open(io.BytesIO(data))
         width, height = image.size
         if width * height > self.max_pixels:
-            raise PictureError(f"{width} x {height} pixels are more than data.max_pixels={self.max_pixels}")
+            raise ImageError(f"{width} x {height} pixels are more than data.max_pixels={self.max_pixels}")
         return image
 
     def pillow(self, data: bytes, header: Image.Image | None = None) -> Image.Image:
-        """A picture of this decoder's mode; `header` is what `open` gave, if it was called.
+        """An image of this decoder's mode; `header` is what `open` gave, if it was called.
 
         Raises:
-            PictureError: it cannot be read.
+            ImageError: it cannot be read.
         """
         image = header or self.open(data)
         with _named_errors():
@@ -95,7 +95,7 @@ class Decoder:
         """(C, Y, X), uint8: the same pixels as `pillow`, by torchvision's decoder where that is faster.
 
         Raises:
-            PictureError: it cannot be read.
+            ImageError: it cannot be read.
         """
         header = header or self.open(data)
         if not self.use_pillow and self.is_plain_jpeg(header):
@@ -118,18 +118,18 @@ class Decoder:
 
 @contextlib.contextmanager
 def _named_errors() -> Iterator[None]:
-    """Whatever a decoder raises, as PictureError; its warnings about odd but readable files are dropped."""
+    """Whatever a decoder raises, as ImageError; its warnings about odd but readable files are dropped."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
-        except PictureError:
+        except ImageError:
             raise
         except UnidentifiedImageError as error:
-            raise PictureError("not a picture of a known format") from error
+            raise ImageError("not an image of a known format") from error
         except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error, RuntimeError, ...
             reason = (str(error).splitlines() or [""])[0]
-            raise PictureError(f"{type(error).__name__}: {reason}") from error
+            raise ImageError(f"{type(error).__name__}: {reason}") from error
 
 
 def _orientation(image: Image.Image) -> int:
@@ -138,7 +138,7 @@ def _orientation(image: Image.Image) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             orientation = image.getexif().get(ORIENTATION, 1)
-    except Exception:  # damaged EXIF is no reason to lose the picture
+    except Exception:  # damaged EXIF is no reason to lose the image
         return 1
     return orientation if orientation in range(1, 9) else 1
 
@@ -152,10 +152,10 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
-            raise PictureError(f"grey values from {values.min()} to {values.max()} are not of 16 bits")
+            raise ImageError(f"grey values from {values.min()} to {values.max()} are not of 16 bits")
         return Image.fromarray(((values + 128) // 257).astype(np.uint8))
     if image.mode == "F":
-        raise PictureError("floating-point pixels have no known range")
+        raise ImageError("floating-point pixels have no known range")
     return image
 
 
@@ -171,7 +171,7 @@ class Jpeg:
 
 @dataclasses.dataclass
 class Encoded:
-    """A batch in which the pictures at `jpegs`' places are still to be decoded; the others are in `pictures`.
+    """A batch in which the images at `jpegs`' places are still to be decoded; the others are in `images`.
 
     One tensor holds all files: a tensor each would cost a file descriptor each on the way from the loader's process.
     """
@@ -179,7 +179,7 @@ class Encoded:
     jpegs: dict[int, Jpeg]  # place in the batch -> all but the data
     lengths: list[int]
     files: torch.Tensor
-    pictures: dict[int, torch.Tensor]
+    images: dict[int, torch.Tensor]
 
     def pin_memory(self) -> "Encoded":
         """Called by DataLoader. nvJPEG reads from ordinary memory: there is nothing to do."""
@@ -194,7 +194,7 @@ def encode(items: Sequence[Jpeg | torch.Tensor]) -> Encoded:
         jpegs={place: dataclasses.replace(item, data=b"") for place, item in jpegs.items()},
         lengths=[len(item.data) for item in jpegs.values()],
         files=torch.from_numpy(files),
-        pictures={place: item for place, item in enumerate(items) if place not in jpegs},
+        images={place: item for place, item in enumerate(items) if place not in jpegs},
     )
 
 
@@ -208,7 +208,7 @@ def decode_on_gpu(batch: Encoded, cfg: Config, device: torch.device) -> torch.Te
         OSError: a JPEG cannot be decoded; the text names it.
     """
     size = pair(cfg.data.image_size)
-    num_images = len(batch.jpegs) + len(batch.pictures)
+    num_images = len(batch.jpegs) + len(batch.images)
     images = torch.empty(num_images, cfg.model.in_chans, *size, dtype=torch.uint8, device=device)
     mode = ImageReadMode.GRAY if cfg.model.in_chans == 1 else ImageReadMode.RGB
     files = list(batch.files.split(batch.lengths))
@@ -226,14 +226,14 @@ def decode_on_gpu(batch: Encoded, cfg: Config, device: torch.device) -> torch.Te
         crop = image[None, :, top : top + height, left : left + width].float()
         resized = F.interpolate(crop, size, mode=cfg.data.interpolation, antialias=True)
         images[place] = resized[0].round_().clamp_(0, 255)
-    for place, picture in batch.pictures.items():
-        images[place] = picture.to(device)
+    for place, image in batch.images.items():
+        images[place] = image.to(device)
     flips = torch.tensor([place in batch.jpegs and batch.jpegs[place].flip for place in range(num_images)])
     return torch.where(flips.to(device)[:, None, None, None], images.flip(-1), images)
 
 
 def crop_extreme_aspect(image: Image.Image) -> Image.Image:
-    """A picture of which the short side can be resized without the long one becoming endless: its middle, 8 : 1."""
+    """An image of which the short side can be resized without the long one becoming endless: its middle, 8 : 1."""
     width, height = image.size
     longest = 8 * min(width, height)
     left, top = max(0, width - longest) // 2, max(0, height - longest) // 2
@@ -243,7 +243,7 @@ def crop_extreme_aspect(image: Image.Image) -> Image.Image:
 class GpuDecodePrefetcher:
     """Batches of a loader, decoded on the GPU `depth` batches ahead, by as many threads in streams of their own.
 
-    One batch's pictures are cut and resized while the next one's are decoded.
+    One batch's images are cut and resized while the next one's are decoded.
     """
 
     def __init__(self, loader: Iterable, cfg: Config, device: torch.device, *, depth: int = 2) -> None:
@@ -269,7 +269,7 @@ class GpuDecodePrefetcher:
         torch.cuda.set_device(self.device)
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
-            is_encoded = isinstance(batch, Encoded)  # not if no picture was for the GPU
+            is_encoded = isinstance(batch, Encoded)  # not if no image was for the GPU
             images = decode_on_gpu(batch, self.cfg, self.device) if is_encoded else batch.to(self.device)
             return images, stream.record_event()
 

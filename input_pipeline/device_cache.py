@@ -1,15 +1,16 @@
-"""A data set of small pictures whole in the device's memory: cropped and augmented there, a batch at a time.
+"""A data set of small images whole in the device's memory: cropped and augmented there, a batch at a time.
 
-Reading, decoding and augmenting a 32-pixel picture takes a CPU core half a millisecond, in which a GPU trains a small
-model on a dozen. With data.resident=true the training pictures, all of one size, are decoded once; after that loader
-processes only draw what is to happen to each sample (`AugmentationPlans`), in the order and from the generators that the pictures'
-own path draws from (`imagenet_dataset.PictureDataset`, `augment.Augment`), and the device does it (`DeviceCache`). So
-sample n has the same crop, flips, operations and erased box either way, whatever the number of workers and ranks.
+Reading, decoding and augmenting a 32-pixel image takes a CPU core half a millisecond, in which a GPU trains a small
+model on a dozen. With data.resident=true the training images, all of one size, are decoded once; after that loader
+processes only draw what is to happen to each sample (`AugmentationPlans`), in the order and from the generators that
+the images' own path draws from (`imagenet_dataset.ImageDataset`, `augment.Augment`), and the device does it
+(`DeviceCache`). So sample n has the same crop, flips, operations and erased box either way, whatever the number of
+workers and ranks.
 
-Validation pictures, which every evaluation crops alike, stay there as the loader gave them (`CachedBatches`).
+Validation images, which every evaluation crops alike, stay there as the loader gave them (`CachedBatches`).
 
-The arithmetic is Pillow's, on floats that hold whole numbers of 0..255. Pictures come out equal to the other path's up
-to rounding, but for what fills erased boxes: the same distribution, from a store of `NUM_NOISES` pictures of noise.
+The arithmetic is Pillow's, on floats that hold whole numbers of 0..255. Images come out equal to the other path's up
+to rounding, but for what fills erased boxes: the same distribution, from a store of `NUM_NOISES` images of noise.
 """
 
 import functools
@@ -27,7 +28,7 @@ from torch.utils.data import Dataset
 from torchvision import transforms
 
 from input_pipeline.augment import RandomErasing, auto_augment_policy, crop_box, ops_of
-from input_pipeline.decode import Decoder, PictureError
+from input_pipeline.decode import Decoder, ImageError
 from input_pipeline.image_folders import Folder
 from input_pipeline.tar_shards import Shards
 from runtime import seeding
@@ -35,7 +36,7 @@ from schema import Config, RunError, pair
 
 logger = logging.getLogger(__name__)
 NUM_NOISES = 512
-# The operations, by their place in this list; 0 leaves a picture as it is.
+# The operations, by their place in this list; 0 leaves an image as it is.
 KINDS = ["none", "affine", "autocontrast", "equalize", "invert", "posterize", "solarize", "solarize_add", "color"]
 KINDS += ["contrast", "brightness", "sharpness", "blur"]
 OP_WIDTH = 7  # numbers of an operation in a plan: its kind and up to six arguments
@@ -43,42 +44,42 @@ Key = tuple[int, int]  # sample number, index into the data set
 
 
 class DecodedImages(Dataset):
-    """Decoded pictures (C, Y, X), uint8, uncropped, and labels; indexed by (anything, index)."""
+    """Decoded images (C, Y, X), uint8, uncropped, and labels; indexed by (anything, index)."""
 
-    def __init__(self, pictures: Folder | Shards, cfg: Config) -> None:
-        self.pictures = pictures
+    def __init__(self, images: Folder | Shards, cfg: Config) -> None:
+        self.images = images
         self.decoder = Decoder.of(cfg.data, cfg.model.in_chans)
         self.shape = self._load(0).shape
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
     def __getitem__(self, key: Key) -> tuple[torch.Tensor, int, list[str]]:
         image = self._load(key[1])
         if image.shape != self.shape:
             (height, width), (first_height, first_width) = image.shape[1:], self.shape[1:]
             raise OSError(
-                f"{self.pictures.name(key[1])} is {height} x {width} pixels and {self.pictures.name(0)} "
-                f"{first_height} x {first_width}: data.resident=true keeps pictures of one size; set it to false"
+                f"{self.images.name(key[1])} is {height} x {width} pixels and {self.images.name(0)} "
+                f"{first_height} x {first_width}: data.resident=true keeps images of one size; set it to false"
             )
-        return image, int(self.pictures.labels[key[1]]), []
+        return image, int(self.images.labels[key[1]]), []
 
     def _load(self, index: int) -> torch.Tensor:
         try:
-            return self.decoder.tensor(self.pictures.read(index))
-        except (OSError, PictureError) as error:
-            raise OSError(f"cannot read {self.pictures.name(index)}: {error}") from error
+            return self.decoder.tensor(self.images.read(index))
+        except (OSError, ImageError) as error:
+            raise OSError(f"cannot read {self.images.name(index)}: {error}") from error
 
 
 class AugmentationPlans(Dataset):
     """What is to happen to a sample: a row of P numbers; indexed by (sample number, index).
 
-    A row: the picture's index; top, left, height and width of the crop; whether it is flipped left to right, and top
+    A row: the image's index; top, left, height and width of the crop; whether it is flipped left to right, and top
     to bottom; `num_ops` operations of `OP_WIDTH` numbers; top, bottom, left and right of the erased box and the noise
     to fill it with.
 
     Args:
-        pixels: whose pictures they are.
+        pixels: whose images they are.
         cfg: the run's.
     """
 
@@ -107,10 +108,10 @@ class AugmentationPlans(Dataset):
         number, index = key
         with seeding.sample(self.seed, number):
             row = [float(index), *self._draw()]
-        return row, int(self.pixels.pictures.labels[index])
+        return row, int(self.pixels.images.labels[index])
 
     def _draw(self) -> list[float]:
-        """A row but for the index, drawn as `PictureDataset` and `Augment` draw, in their order."""
+        """A row but for the index, drawn as `ImageDataset` and `Augment` draw, in their order."""
         row = [float(value) for value in crop_box(self.frame, self.cfg)]
         row += [float(bool(p) and torch.rand(1).item() < p) for p in (self.cfg.hflip, self.cfg.vflip)]
         ops: list[list[float]] = self.policy([]) if self.policy else []
@@ -135,14 +136,17 @@ def collate_plans(items: list[tuple[list[float], int]]) -> tuple[np.ndarray, np.
 
 
 def _note(kind: int, arguments: Callable[..., list[float]], ops: list, *given: float, **_: Any) -> list:
-    """In the place of an operation of timm's: writes down what it would do to the picture, whose place `ops` has."""
+    """Stands in for an operation of timm's: timm hands over `ops`, a list, where it would hand over an image.
+
+    Returns the list with one more entry: the operation's kind and the arguments that timm drew for it.
+    """
     return [*ops, [kind, *arguments(*given)]]
 
 
 def _recorded(name: str, size: tuple[int, int]) -> tuple[str, Callable[..., list[float]]]:
     """The kind that timm's operation `name` is, and what makes its arguments of timm's.
 
-    Affine ones are six numbers, the place in the picture (x, y) that a place in the result shows, as Pillow has them.
+    Affine ones are six numbers, the place in the image (x, y) that a place in the result shows, as Pillow has them.
     """
     height, width = size
     for end in ("Increasing", "Original"):
@@ -177,49 +181,49 @@ def _rotation(height: int, width: int, degrees: float) -> list[float]:
 
 
 class DeviceCache:
-    """Batches of (images, labels) of the pictures in the device's memory, as the plans have them.
+    """Batches of (images, labels) of the images in the device's memory, as the plans have them.
 
     Args:
-        pixels: a loader of all pictures in turn, from `DecodedImages`.
+        pixels: a loader of all images in turn, from `DecodedImages`.
         plans: a loader of `AugmentationPlans`, microbatches of this rank.
         cfg: the run's.
-        device: which keeps the pictures.
+        device: which keeps the images.
     """
 
     def __init__(self, pixels: Iterable, plans: Iterable, cfg: Config, device: torch.device) -> None:
         self.pixels, self.plans, self.device = pixels, plans, device
-        self.pictures: torch.Tensor | None = None
+        self.images: torch.Tensor | None = None
         self.augment = DeviceAugment(plans.dataset, cfg, device)
 
     def __len__(self) -> int:
         return len(self.plans)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Reads the pictures now, and starts the workers.
+        """Reads the images now, and starts the workers.
 
         Raises:
-            OSError: a picture cannot be read, or has another size; the text names it.
+            OSError: an image cannot be read, or has another size; the text names it.
             RunError: they need more memory than there is.
         """
-        if self.pictures is None:
-            self.pictures, self.pixels = self._read(), None  # whose processes end with it
+        if self.images is None:
+            self.images, self.pixels = self._read(), None  # whose processes end with it
         return self._augmented(iter(self.plans))
 
     def _augmented(self, plans: Iterator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for plan, labels in plans:
-            yield self.augment(self.pictures, torch.from_numpy(plan)), torch.from_numpy(labels)
+            yield self.augment(self.images, torch.from_numpy(plan)), torch.from_numpy(labels)
 
     def _read(self) -> torch.Tensor:
         started, shape = time.perf_counter(), (len(self.pixels.dataset), *self.pixels.dataset.shape)
         needed = math.prod(shape)
         _make_sure_of(needed, shape[0], self.device)
-        pictures, place = torch.empty(shape, dtype=torch.uint8, device=self.device), 0
+        cache, place = torch.empty(shape, dtype=torch.uint8, device=self.device), 0
         for images, _ in self.pixels:
-            pictures[place : place + len(images)] = images.to(self.device, non_blocking=True)
+            cache[place : place + len(images)] = images.to(self.device, non_blocking=True)
             place += len(images)
         seconds = time.perf_counter() - started
-        logger.info("%d pictures (%.2f GiB) are on the device after %.1f s", place, needed / 2**30, seconds)
-        return pictures
+        logger.info("%d images (%.2f GiB) are on the device after %.1f s", place, needed / 2**30, seconds)
+        return cache
 
 
 class CachedBatches:
@@ -254,17 +258,17 @@ class CachedBatches:
         self.batches, self.loader = kept, None  # whose processes end with it
 
 
-def _make_sure_of(needed: int, num_pictures: int, device: torch.device) -> None:
+def _make_sure_of(needed: int, num_images: int, device: torch.device) -> None:
     """Refuse what takes more than half of the device's free memory, in bytes."""
     if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]) / 2:
         raise RunError(
-            f"data.resident=true: {num_pictures} pictures take {needed / 2**30:.1f} GiB, more than half of the "
+            f"data.resident=true: {num_images} images take {needed / 2**30:.1f} GiB, more than half of the "
             f"{free / 2**30:.1f} GiB that are free on the GPU: set it to false"
         )
 
 
 class DeviceAugment:
-    """What `AugmentationPlans` has drawn, done to a batch at a time; shapes: B pictures, C channels, Y X after the crop."""
+    """What `AugmentationPlans` has drawn, done to a batch: B images, C channels, Y X after the crop."""
 
     def __init__(self, plans: AugmentationPlans, cfg: Config, device: torch.device) -> None:
         self.cfg, self.device, self.num_ops = cfg.data, device, plans.num_ops
@@ -285,14 +289,14 @@ class DeviceAugment:
         self.spread = [_spread(n, device) for n in (height, width)] if "blur" in plans.kinds else None
 
     @torch.no_grad()
-    def __call__(self, pictures: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
-        """Pictures (N, C, any, any), uint8, and rows of `AugmentationPlans` (B, P), float64, to images (B, C, Y, X), uint8."""
+    def __call__(self, images: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
+        """Images (N, C, any, any), uint8, and rows of plans (B, P), float64, to images (B, C, Y, X), uint8."""
         if self.device.type == "cuda":  # else the copy may wait for the device (CUDA's API synchronization behavior)
             plan = plan.pin_memory()
         plan = plan.to(self.device, non_blocking=True)
         index, plan = plan[:, 0].long(), plan[:, 1:].float()
         crop, ops, erased = plan.split([6, OP_WIDTH * self.num_ops, 5], dim=1)
-        images = self.crop(pictures[index], crop)
+        images = self.crop(images[index], crop)
         for op in ops.split(OP_WIDTH, dim=1):
             images = self.layer(images, op)
         if self.erases:
@@ -309,7 +313,7 @@ class DeviceAugment:
         return torch.einsum("bcyx,biy->bcix", images, rows).round().clamp(0, 255).contiguous()
 
     def _layer(self, images: torch.Tensor, op: torch.Tensor) -> torch.Tensor:
-        """One operation a picture: each kind done to all, and taken where it was drawn."""
+        """One operation an image: each kind done to all, and taken where it was drawn."""
         result, arguments = images, op[:, 1:, None, None, None]
         for number, kind in self.ops:
             result = torch.where((op[:, 0] == number)[:, None, None, None], kind(images, *arguments.unbind(1)), result)
@@ -325,7 +329,7 @@ class DeviceAugment:
     # an argument (B, 1, 1, 1).
 
     def _affine(self, images: torch.Tensor, *matrix: torch.Tensor) -> torch.Tensor:
-        """Sampled at where each pixel's middle lies in the picture; what is outside is filled."""
+        """Sampled at where each pixel's middle lies in the image; what is outside is filled."""
         a, b, c, d, e, f = matrix
         x, y = self.columns + 0.5, self.rows[:, None] + 0.5
         x, y = a * x + b * y + c, d * x + e * y + f  # B 1 Y X

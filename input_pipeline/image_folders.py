@@ -1,6 +1,6 @@
-"""Class folders on a disk: which pictures there are, in which order, of which classes.
+"""Class folders on a disk: which images there are, in which order, of which classes.
 
-    <path>/train/<class>/<picture>    <path>/val/<class>/<picture>
+    <path>/train/<class>/<image>    <path>/val/<class>/<image>
 
 Listing ImageNet takes minutes on a network file system, so the list is kept (`_index`).
 """
@@ -29,7 +29,7 @@ import numpy as np
 
 from schema import ConfigError
 
-# What is a picture, by the end of its name. Anything else in a class folder is counted and left alone.
+# What is an image, by the end of its name. Anything else in a class folder is counted and left alone.
 IMAGE_EXTENSIONS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 
 Sample = tuple[str, int]  # file, label
@@ -37,7 +37,7 @@ Sample = tuple[str, int]  # file, label
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Folder:
-    """The pictures of one split, in arrays: lists of a million objects would be copied by every loader process."""
+    """The images of one split, in arrays: lists of a million objects would be copied by every loader process."""
 
     root: str
     classes: tuple[str, ...]
@@ -50,17 +50,17 @@ class Folder:
         return len(self.labels)
 
     def name(self, index: int) -> str:
-        """The picture's path."""
+        """The image's path."""
         return os.path.join(self.root, os.fsdecode(self.files[self.ends[index] : self.ends[index + 1]]))
 
     def read(self, index: int) -> bytes:
-        """The picture's file."""
+        """The image's file."""
         with open(self.name(index), "rb") as file:
             return file.read()
 
     @property
     def samples(self) -> list[Sample]:
-        """(path, label) of every picture, as a list."""
+        """(path, label) of every image, as a list."""
         return [(self.name(i), int(label)) for i, label in enumerate(self.labels)]
 
 
@@ -69,13 +69,13 @@ def scan(path: str, split: str) -> Folder:
     """List one split: classes in the order of their sorted names (as torchvision's ImageFolder), files sorted within.
 
     The training folder decides the classes, and their numbers, for both splits; a class may be missing in val. Hidden
-    folders are no classes; within a class, hidden files, files that are no pictures by their name, dangling links and
+    folders are no classes; within a class, hidden files, files that are no images by their name, dangling links and
     folders are skipped and counted. ILSVRC's val folder may stay flat, as it was unpacked, if its labels lie beside it
     (`_flat_labels`). The list is kept in <path>/.index, or in the user's cache folder where that cannot be written,
     and is made again when a folder has changed.
 
     Raises:
-        ConfigError: the folder is missing, has no class folders or no pictures, or a class that training lacks.
+        ConfigError: the folder is missing, has no class folders or no images, or a class that training lacks.
     """
     root = _unpacked(Path(path)) / split
     if not root.is_dir():
@@ -86,7 +86,7 @@ def scan(path: str, split: str) -> Folder:
 
 
 def list_folder(root: Path, classes: tuple[str, ...] | None = None) -> Folder:
-    """The pictures of one folder of class folders; `classes` numbers them, by default their own sorted names.
+    """The images of one folder of class folders; `classes` numbers them, by default their own sorted names.
 
     Raises:
         ConfigError: as `scan`.
@@ -96,7 +96,7 @@ def list_folder(root: Path, classes: tuple[str, ...] | None = None) -> Folder:
     flat = _flat_labels(root, classes) if classes and not found else {}
     if not found and not flat:
         raise ConfigError(
-            f"data.path={path}: {root} holds no class folders; expected {split}/<class>/<picture>"
+            f"data.path={path}: {root} holds no class folders; expected {split}/<class>/<image>"
             + (f", or a flat {split}/ with val.txt or LOC_val_solution.csv beside it" if classes else "")
         )
     classes = classes or found
@@ -109,7 +109,7 @@ def list_folder(root: Path, classes: tuple[str, ...] | None = None) -> Folder:
             index.content = _list(root, folders, flat, {name: label for label, name in enumerate(classes)})
         files, ends, labels, skipped = index.content
     if not len(labels):
-        raise ConfigError(f"data.path={path}: {root} holds no pictures; skipped: {skipped}")
+        raise ConfigError(f"data.path={path}: {root} holds no images; skipped: {skipped}")
     return Folder(str(root), classes, files, ends, labels, skipped)
 
 

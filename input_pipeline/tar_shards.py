@@ -1,12 +1,12 @@
-"""Pictures in tar shards, WebDataset's layout, read at any place without a scan.
+"""Images in tar shards, WebDataset's layout, read at any place without a scan.
 
     <path>/train/*.tar    <path>/val/*.tar        or all in one folder: <path>/*train*.tar, <path>/*val*.tar
     <path>/classes.txt    the classes' names, one a line, the first is class 0; without it they are called 0, 1, 2 ...
     <path>/train.index.npz, <path>/val.index.npz  made from the shards where missing or older than one of them
 
-In a shard `<key>.<image ending>` is a picture and `<key>.cls` its class number; a key ends at the first dot of the
-file's name. Other files of a key are left alone. The index says where in its tar each picture lies, so that any process
-reads any picture with one `pread`, and `epoch_order` says in which order: a function of (seed, epoch), so that there is
+In a shard `<key>.<image ending>` is an image and `<key>.cls` its class number; a key ends at the first dot of the
+file's name. Other files of a key are left alone. The index says where in its tar each image lies, so that any process
+reads any image with one `pread`, and `epoch_order` says in which order: a function of (seed, epoch), so that there is
 no state of a reader to save, and worker count, world size and resumes change nothing.
 """
 
@@ -40,7 +40,7 @@ ROW = np.dtype([("offset", np.int64), ("size", np.int64), ("label", np.int64), (
 
 CUT = "shards cut short"
 NO_LABEL = "samples without a label"
-NO_PICTURE = "samples without a picture"
+NO_IMAGE = "samples without an image"
 NOT_A_NUMBER = "labels that are no class number"
 TWICE = "keys that a shard has twice"
 OUTSIDE = "labels outside the classes"
@@ -59,20 +59,20 @@ class Listed(NamedTuple):
     """What a shard holds. `found`: kind of damage -> how often, and a text that names the first."""
 
     tar: Tar
-    rows: np.ndarray  # of ROW, in the order of the pictures in the file
+    rows: np.ndarray  # of ROW, in the order of the images in the file
     keys: bytes  # one after another
     found: dict[str, tuple[int, str]]
 
 
 class Shards:
-    """The pictures of one split, in arrays: lists of a million objects would be copied by every loader process.
+    """The images of one split, in arrays: lists of a million objects would be copied by every loader process.
 
     Attributes:
         classes: their names; a label is a place among them.
         labels: int64, (N).
         skipped: why -> how many were left out.
         files: the shards' paths.
-        shard: int64, (N): which of `files` holds a picture; ascending, and within a file in the file's order.
+        shard: int64, (N): which of `files` holds an image; ascending, and within a file in the file's order.
     """
 
     def __init__(self, path: Path, listed: list[Listed], classes: tuple[str, ...], skipped: dict[str, int]) -> None:
@@ -99,12 +99,12 @@ class Shards:
         self._open = functools.lru_cache(OPEN_SHARDS)(_File)
 
     def name(self, index: int) -> str:
-        """The picture's shard and key, for messages."""
+        """The image's shard and key, for messages."""
         key = self._keys[self._key_starts[index] : self._key_ends[index]]
         return f"{self.files[self.shard[index]]}: {os.fsdecode(key)}"
 
     def read(self, index: int) -> bytes:
-        """The picture's file.
+        """The image's file.
 
         Raises:
             OSError: the shard cannot be read or has become shorter; the text need not name it, `name` does.
@@ -112,7 +112,7 @@ class Shards:
         file = self._open(self.files[self.shard[index]])  # a name keeps it open while another thread opens more
         data = os.pread(file.descriptor, self._sizes[index], self._offsets[index])
         if len(data) < self._sizes[index]:
-            raise OSError("the shard ends before the picture does: it has changed since this run started")
+            raise OSError("the shard ends before the image does: it has changed since this run started")
         return data
 
 
@@ -146,10 +146,10 @@ def epoch_order(shards: Shards, *, seed: int, epoch: int, streams: int) -> np.nd
 
 @functools.cache
 def load(path: str, split: str, on_error: Literal["raise", "skip"]) -> Shards:
-    """The pictures of one split; makes the index first where that is needed.
+    """The images of one split; makes the index first where that is needed.
 
     Classes come from classes.txt; without it they are the numbers from 0 to the highest in the training shards.
-    `on_error` says what happens to damage: a shard that is cut short, a sample without picture or label, a label that
+    `on_error` says what happens to damage: a shard that is cut short, a sample without image or label, a label that
     is no number or no class, a second sample of a key. `skip` counts it in `skipped` and takes the rest: of a shard
     that is cut short the samples before the cut, of a key that is there twice the first.
 
@@ -283,21 +283,21 @@ def _list_shard(root: Path, tar: Tar) -> Listed:
         except tarfile.TarError as error:  # not a tar from its start, or a header that tarfile cannot pass over
             note(CUT, f"is no whole, plain tar ({error})")
     rows, keys = [], []
-    for key, sample in sorted(samples.items(), key=lambda item: item[1].get("picture", (0, 0))):
-        if "picture" not in sample:
-            note(NO_PICTURE, f"{key} has no picture, only a .cls; endings of pictures are {sorted(IMAGE_EXTENSIONS)}")
+    for key, sample in sorted(samples.items(), key=lambda item: item[1].get("image", (0, 0))):
+        if "image" not in sample:
+            note(NO_IMAGE, f"{key} has no image, only a .cls; endings of images are {sorted(IMAGE_EXTENSIONS)}")
         elif "label" not in sample:
             note(NO_LABEL, f"{key} has no label, {key}.cls")
         elif not (text := sample["label"].strip()).isdigit() or len(text) > 9:
             note(NOT_A_NUMBER, f"{key}.cls holds {sample['label'][:20]!r}, not a class number")
         else:
             keys.append(os.fsencode(key))
-            rows.append((*sample["picture"], int(text), len(keys[-1])))
+            rows.append((*sample["image"], int(text), len(keys[-1])))
     return Listed(tar, np.array(rows, dtype=ROW), b"".join(keys), found)
 
 
 def _read_headers(file: Any, samples: dict[str, dict[str, Any]], note: Any) -> None:
-    """Fill `samples` with {picture: (offset, size), label: text of its .cls} by key; `note` what is wrong."""
+    """Fill `samples` with {image: (offset, size), label: text of its .cls} by key; `note` what is wrong."""
     length, end, last = os.fstat(file.fileno()).st_size, 0, "its start"
     for member in tarfile.TarFile(fileobj=file):
         has_data = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES
@@ -312,7 +312,7 @@ def _read_headers(file: Any, samples: dict[str, dict[str, Any]], note: Any) -> N
             note(STRAY, member.name)
             continue
         key, ending = name["key"], f".{name['ending'].lower()}"
-        part = "picture" if ending in IMAGE_EXTENSIONS else "label" if ending == ".cls" else None
+        part = "image" if ending in IMAGE_EXTENSIONS else "label" if ending == ".cls" else None
         if part is None:
             continue
         sample = samples.setdefault(key, {})
@@ -320,8 +320,8 @@ def _read_headers(file: Any, samples: dict[str, dict[str, Any]], note: Any) -> N
             if not sample.get("twice"):
                 note(TWICE, f"{key} is there twice")
             sample["twice"] = True
-        elif part == "picture":
-            sample["picture"] = (member.offset_data, member.size)
+        elif part == "image":
+            sample["image"] = (member.offset_data, member.size)
         else:
             sample["label"] = os.pread(file.fileno(), min(member.size, 64), member.offset_data)
     # A tar ends with blocks of zeros: without them the rest is missing, or a header after `last` is damaged.

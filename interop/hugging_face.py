@@ -17,7 +17,7 @@ ACTIVATIONS = {
 }
 # What Hugging Face's ViT can be: option -> which values it has, and why no others.
 LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "img_size": (lambda value: len({*pair(value)}) == 1, "its pictures are squares"),
+    "img_size": (lambda value: len({*pair(value)}) == 1, "its images are squares"),
     "patch_size": (lambda value: len({*pair(value)}) == 1, "its patches are squares"),
     "class_token": (lambda value: value, "it always has a class token"),
     "global_pool": (lambda value: value == "token", "it classifies by the class token"),

@@ -39,6 +39,11 @@ def reading(what: str | Path, *, advice: str = "give a whole copy") -> Iterator[
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else; names the file.
+    """
     with reading(path):
         content = json.loads(path.read_text())
         if not isinstance(content, dict):

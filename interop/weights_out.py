@@ -100,7 +100,7 @@ def export_hugging_face(step_folder: Path, target: Path, *, raw: bool = False) -
     """Write a step folder's weights as a ViTForImageClassification, with the image processor of our evaluation.
 
     Names are those of transformers 4, which 5 reads and writes as well. Its processors cut half a pixel off differently
-    where the picture is 3, 7, 11, ... pixels larger than the crop: theirs lies one pixel further left or up.
+    where the image is 3, 7, 11, ... pixels larger than the crop: theirs lies one pixel further left or up.
 
     Args:
         step_folder: of ours.
@@ -172,8 +172,7 @@ def _hugging_face_processor(state: dict[str, Any]) -> dict[str, Any]:
     size = pair(model["img_size"])[0]
     return {
         "image_processor_type": "BitImageProcessor",  # the one that resizes the short side, then crops
-        "do_convert_rgb": model["in_chans"]
-        == 3,  # it has no way to grey: pictures must be grey already for one channel
+        "do_convert_rgb": model["in_chans"] == 3,  # it has no way to grey: images must be grey already for one channel
         "do_resize": True,
         "size": {"shortest_edge": int(size / data["crop_pct"])},
         "resample": {"bilinear": 2, "bicubic": 3}[data["interpolation"]],  # Pillow's numbers

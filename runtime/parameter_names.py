@@ -1,5 +1,7 @@
-"""Every name that a parameter can have, and timm's: the one place where wrappers', TransformerEngine's and Hugging
-Face's names are undone. Strings only; no such library is needed.
+"""Every name that a parameter can have, and timm's.
+
+The one place where the names of wrappers, TransformerEngine's layers and Hugging Face's model are undone. Strings only:
+none of these libraries is needed.
 """
 
 import re

@@ -40,7 +40,7 @@ def ignore() -> None:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Keep the signals waiting while workers are forked: each is born with them blocked, and lives to be shielded."""
+    """Block the signals while workers are forked: one that came before `shield` is called would end the worker."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield

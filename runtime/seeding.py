@@ -54,10 +54,10 @@ def _seed_of(*place: int) -> int:
 def sample(seed: int, number: int) -> Iterator[None]:
     """Torch's, NumPy's and Python's generators at a point that follows from (seed, number).
 
-    The caller's come back, except in a loader process, which draws from them nowhere else: that takes 0.1 ms a picture.
+    The caller's come back, except in a loader process, which draws from them nowhere else: that takes 0.1 ms an image.
     """
     state = np.random.SeedSequence([seed, number]).generate_state(3).tolist()
-    torch_cpu = torch.default_generator  # not torch.manual_seed: it seeds every accelerator too, 0.5 ms a picture
+    torch_cpu = torch.default_generator  # not torch.manual_seed: it seeds every accelerator too, 0.5 ms an image
     before = (torch_cpu.get_state(), np.random.get_state(), random.getstate()) if get_worker_info() is None else None
     torch_cpu.manual_seed(state[0])
     np.random.seed(state[1])

@@ -115,7 +115,7 @@ def started_once(start):
     return get
 
 
-def make_pictures(root):
+def make_images(root):
     """60 training and 23 validation JPEGs of noise in six classes; sizes differ, counts are no multiples of a batch."""
     rng = np.random.default_rng(0)
     names = [f"class_{letter}" for letter in "fbdace"]
@@ -130,15 +130,15 @@ def make_pictures(root):
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory):
-    """The folder of `make_pictures`, made once."""
-    return make_pictures(tmp_path_factory.mktemp("pictures"))
+def image_folder(tmp_path_factory):
+    """The folder of `make_images`, made once."""
+    return make_images(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture
-def tiny(pictures, tmp_path):
-    """Overrides for a tiny run on `pictures` in a folder of its own."""
-    return [*TINY, f"data.path={pictures}", f"output_dir={tmp_path / 'run'}"]
+def tiny(image_folder, tmp_path):
+    """Overrides for a tiny run on `images` in a folder of its own."""
+    return [*TINY, f"data.path={image_folder}", f"output_dir={tmp_path / 'run'}"]
 
 
 def run_command(command, *, nproc=None, timeout=240, cwd=ROOT, env=None):

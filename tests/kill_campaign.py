@@ -31,7 +31,7 @@ import tempfile
 import time
 
 import torch
-from conftest import ROOT, TINY, make_pictures, mark_phase, read_metrics, weights
+from conftest import ROOT, TINY, make_images, mark_phase, read_metrics, weights
 
 PHASES = ("start", "step", "write", "commit", "prune")
 VICTIMS = ("one rank", "all ranks", "torchrun")
@@ -124,12 +124,12 @@ def kill_once(run, folder, rng, wanted, victim):
 def campaign(kills, seed, folder):
     """All runs; returns what was hit and how each run ended."""
     rng = random.Random(seed)
-    pictures = make_pictures(folder / "pictures")
+    image_folder = make_images(folder / "images")
     kinds = [(script, way) for script in ("train_ddp", "train_fsdp2") for way in ("false", "true")]
     moments = collections.Counter()
     ends = []
     for index, (script, way) in enumerate(kinds):
-        base = [*TINY, f"data.path={pictures}", f"num_train_steps={STEPS}", "data.num_workers=1"]
+        base = [*TINY, f"data.path={image_folder}", f"num_train_steps={STEPS}", "data.num_workers=1"]
         base += [
             f"checkpoint.save_every_n_steps={EVERY}",
             f"checkpoint.async_save={way}",

@@ -20,16 +20,16 @@ from input_pipeline import decode  # noqa: E402
 
 
 def outcome(path: Path, cfg: schema.Config) -> str:
-    """Size and mean colour of the picture, or why there is none."""
+    """Size and mean colour of the image, or why there is none."""
     try:
         data = path.read_bytes()
         decoder = decode.Decoder.of(cfg.data, in_chans=3)
         image = decoder.tensor(data)
-        cropped = imagenet_dataset.eval_transform(cfg.data)(decode.bounded(decoder.pillow(data)))
+        cropped = imagenet_dataset.eval_transform(cfg.data)(decode.crop_extreme_aspect(decoder.pillow(data)))
         assert cropped.shape == (3, 224, 224)
     except OSError as error:
         return f"{type(error).__name__}: {error.strerror or error}"
-    except decode.PictureError as error:
+    except decode.ImageError as error:
         return f"refused: {error}"
     colour = ", ".join(f"{value:.0f}" for value in image.double().mean(dim=(1, 2)).tolist())
     return f"{image.shape[2]} x {image.shape[1]}, mean colour {colour}"

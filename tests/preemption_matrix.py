@@ -170,12 +170,12 @@ def check(folder, code, target, seconds, log):
 
 def matrix(scripts, seed, folder, report):
     """All lives, a row a cell and a row an end, each handed to `report` as it comes."""
-    from conftest import TINY, make_pictures
+    from conftest import TINY, make_images
 
     rng = random.Random(seed)
-    pictures = make_pictures(folder / "pictures")
+    image_folder = make_images(folder / "images")
     for script in scripts:
-        base = [*TINY, f"data.path={pictures}", f"num_train_steps={STEPS}", "data.num_workers=1", "micro_batch_size=6"]
+        base = [*TINY, f"data.path={image_folder}", f"num_train_steps={STEPS}", "data.num_workers=1", "micro_batch_size=6"]
         base += [f"checkpoint.save_every_n_steps={SAVE_EVERY}", f"evaluation.every_n_steps={EVALUATE_EVERY}"]
         straight = folder / f"straight-{script}"
         straight.mkdir()

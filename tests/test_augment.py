@@ -73,8 +73,8 @@ def config(*overrides):
 
 
 @functools.cache
-def picture(num_channels=3, height=24, width=36):
-    """A smooth picture of many colours: every operation changes it."""
+def make_image(num_channels=3, height=24, width=36):
+    """A smooth image of many colours: every operation changes it."""
     values = torch.rand(1, num_channels, 5, 5, generator=torch.Generator().manual_seed(0))
     values = torch.nn.functional.interpolate(values, (height, width), mode="bicubic")[0]
     return (values.clamp(0.05, 0.9) * 255).to(torch.uint8)
@@ -115,14 +115,14 @@ def timms(cfg, number, image):
             return None
 
 
-# The picture
+# The image
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_are_timms_pixel_for_pixel(policy, channels):
     cfg = config(f"data.auto_augment={policy}", *(GREY if channels == 1 else []))
-    image = picture(channels)
+    image = make_image(channels)
     pairs = [(augmented(cfg, n, image), timms(cfg, n, image)) for n in range(30)]
     assert sum(theirs is None for _, theirs in pairs) < 10
     assert all(theirs is None or torch.equal(ours, theirs) for ours, theirs in pairs)
@@ -131,7 +131,7 @@ def test_policies_are_timms_pixel_for_pixel(policy, channels):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_follow_from_seed_and_sample(policy):
-    cfg, image = config(f"data.auto_augment={policy}"), picture()
+    cfg, image = config(f"data.auto_augment={policy}"), make_image()
     first = [augmented(cfg, n, image) for n in range(24)]
     torch.rand(3), np.random.rand(3), random.random()
     assert all(torch.equal(augmented(cfg, n, image), first[n]) for n in range(24))
@@ -142,7 +142,7 @@ def test_policies_follow_from_seed_and_sample(policy):
 
 @pytest.mark.parametrize("overrides", [["data.hflip=0.5", "data.vflip=0.3"], [*ALL[:2], *ALL[3:5]]])
 def test_order_is_timms(overrides):
-    cfg, image = config(*overrides), picture()
+    cfg, image = config(*overrides), make_image()
     pairs = [(augmented(cfg, n, image), timms(cfg, n, image)) for n in range(40)]
     assert all(theirs is None or torch.equal(ours, theirs) for ours, theirs in pairs)
     assert len({ours.numpy().tobytes() for ours, _ in pairs}) >= 4
@@ -150,7 +150,7 @@ def test_order_is_timms(overrides):
 
 @pytest.mark.parametrize("strength", ["[0.4,0.4,0.4]", "[0.3,0.2,0.1,0.1]", "[0.9,0,0]"])
 def test_colour_jitter_is_torchvisions(strength):
-    cfg, image = config(f"data.color_jitter={strength}"), picture()
+    cfg, image = config(f"data.color_jitter={strength}"), make_image()
     jitter = transforms.ColorJitter(*cfg.data.color_jitter)
     for n in range(10):
         with seeding.sample(cfg.seed, n):
@@ -161,18 +161,18 @@ def test_colour_jitter_is_torchvisions(strength):
 
 def test_posterizing_to_no_bits_is_black():
     """The strongest level of timm's PosterizeIncreasing, which Pillow 13 refuses."""
-    cfg, image = config("data.auto_augment=rand-m10-n1-p1-inc1"), picture()
+    cfg, image = config("data.auto_augment=rand-m10-n1-p1-inc1"), make_image()
     assert any(augmented(cfg, n, image).max() == 0 for n in range(80))
 
 
-def test_one_mean_serves_coloured_pictures_too():
+def test_one_mean_serves_coloured_images_too():
     one, three = (["data.auto_augment=rand-m9-n3-p1", f"data.mean={mean}"] for mean in ("[0.5]", "[0.5,0.5,0.5]"))
     for n in range(20):
-        assert torch.equal(augmented(config(*one), n, picture()), augmented(config(*three), n, picture()))
+        assert torch.equal(augmented(config(*one), n, make_image()), augmented(config(*three), n, make_image()))
 
 
 def test_nothing_on_changes_nothing():
-    image = picture()
+    image = make_image()
     before = torch.get_rng_state(), random.getstate()
     assert Augment(config().data)(image) is image
     assert torch.equal(torch.get_rng_state(), before[0])
@@ -204,12 +204,12 @@ def test_erased_boxes_and_their_noise_are_timms(size, probability):
 
 
 @pytest.mark.parametrize(("world_size", "num_workers", "micro"), [(1, 2, 24), (2, 0, 4), (3, 1, 8)])
-def test_augmented_stream_does_not_depend_on_who_reads_it(pictures, world_size, num_workers, micro):
+def test_augmented_stream_does_not_depend_on_who_reads_it(image_folder, world_size, num_workers, micro):
     """D08."""
 
     def stream(world_size, num_workers, micro):
         cfg = config(*ALL, f"data.num_workers={num_workers}", f"micro_batch_size={micro}")
-        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path=str(pictures)))
+        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path=str(image_folder)))
         ranks = []
         for rank in range(world_size):
             loader, _ = loaders_of(cfg, rank=rank, world_size=world_size, start_step=0)
@@ -445,7 +445,7 @@ def test_every_policy_that_a_message_proposes_works(wrong):
     proposed = re.findall(rf"{wrong.split('-')[0]}-[\w.-]+\w", text.split(wrong, 1)[1])
     assert proposed
     for policy in proposed:
-        Augment(config(f"data.auto_augment={policy}").data)(picture())
+        Augment(config(f"data.auto_augment={policy}").data)(make_image())
 
 
 @pytest.mark.parametrize(
@@ -469,12 +469,12 @@ def test_odd_micro_batch_is_refused_before_the_start(mixing, key):
 
 
 @pytest.fixture(scope="module")
-def runs(pictures, tmp_path_factory):
+def runs(image_folder, tmp_path_factory):
     """Six steps with everything on, by one process and by two."""
     folder = tmp_path_factory.mktemp("augment")
 
     def task(name, script, *overrides):
-        places = [f"data.path={pictures}", f"output_dir={folder / name}", "checkpoint.ckpt_dir=null"]
+        places = [f"data.path={image_folder}", f"output_dir={folder / name}", "checkpoint.ckpt_dir=null"]
         return {"name": name, "script": script, "overrides": [*TINY, *OFF, *ALL, *places, *overrides]}
 
     deit3 = ["loss.name=sigmoid", "loss.label_smoothing=0", "loss.bce_target_thresh=0.0"]

@@ -36,7 +36,7 @@ WHOLE = "lr_scheduler.num_training_steps=6"
 
 
 @pytest.fixture(scope="module")
-def saved(pictures, tmp_path_factory):
+def saved(image_folder, tmp_path_factory):
     """A function: world size -> (outcomes, folder) of what is saved there."""
 
     @started_once
@@ -45,27 +45,27 @@ def saved(pictures, tmp_path_factory):
         tasks = []
         for script in SCRIPTS:
             half = ["num_train_steps=3", WHOLE, "checkpoint.save_final_model=false"]
-            tasks.append(task(f"half-{script}", script, pictures, folder, *half))
-            tasks.append(task(f"straight-{script}", script, pictures, folder))
+            tasks.append(task(f"half-{script}", script, image_folder, folder, *half))
+            tasks.append(task(f"straight-{script}", script, image_folder, folder))
         if nproc == 2:
             every = ["checkpoint.save_every_n_steps=1", "checkpoint.max_checkpoints=null", "data.num_workers=0"]
             for script in SCRIPTS:
                 for way in ("false", "true"):
                     options = [*every, f"checkpoint.async_save={way}"]
-                    tasks.append(task(f"async-{way}-{script}", script, pictures, folder, *options))
+                    tasks.append(task(f"async-{way}-{script}", script, image_folder, folder, *options))
             for way in ("false", "true"):
                 full = ["checkpoint.save_every_n_steps=2", f"checkpoint.async_save={way}"]
                 options = {"before": "fill_the_disk_of_rank_1", "may_fail": True}
-                tasks.append(task(f"full-{way}", "train_fsdp2", pictures, folder, *full, **options))
+                tasks.append(task(f"full-{way}", "train_fsdp2", image_folder, folder, *full, **options))
             apart = f"checkpoint.ckpt_dir={folder}/apart-${{oc.env:RANK}}"
-            tasks.append(task("apart", "train_ddp", pictures, folder, apart, may_fail=True))
+            tasks.append(task("apart", "train_ddp", image_folder, folder, apart, may_fail=True))
         return run_tasks(tasks, nproc=nproc, folder=folder), folder
 
     return start
 
 
 @pytest.fixture(scope="module")
-def resumed(saved, pictures, tmp_path_factory):
+def resumed(saved, image_folder, tmp_path_factory):
     """A function: world size -> (outcomes, folder) of what goes on there with everything that was saved."""
 
     @started_once
@@ -76,17 +76,17 @@ def resumed(saved, pictures, tmp_path_factory):
             for source, size in itertools.product(SCRIPTS, (*SIZES, 4) if nproc == 4 else SIZES):
                 name = f"{script}-from-{source}-{size}"
                 shutil.copytree(saved(size)[1] / f"half-{source}", folder / name)
-                tasks.append(task(name, script, pictures, folder))
+                tasks.append(task(name, script, image_folder, folder))
             init = [f"checkpoint.init_from={saved(1)[1]}/half-train_ddp/checkpoints", "num_train_steps=1"]
             init += ["optimizer.lr=1e-30", "optimizer.weight_decay=0", "model.num_classes=8"]
-            tasks.append(task(f"init-{script}", script, pictures, folder, *init))
+            tasks.append(task(f"init-{script}", script, image_folder, folder, *init))
         return run_tasks(tasks, nproc=nproc, folder=folder), folder
 
     return start
 
 
-def task(name, script, pictures, folder, *overrides, **more):
-    base = [*TINY, f"data.path={pictures}", f"output_dir={folder / name}", "num_train_steps=6"]
+def task(name, script, image_folder, folder, *overrides, **more):
+    base = [*TINY, f"data.path={image_folder}", f"output_dir={folder / name}", "num_train_steps=6"]
     return {"name": name, "script": script, "overrides": [*base, *overrides], **more}
 
 

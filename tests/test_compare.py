@@ -1,4 +1,4 @@
-"""The loop of timm's own parts: the rates, the loss and the pictures are the entrypoints', the result is whole.
+"""The loop of timm's own parts: the rates, the loss and the images are the entrypoints', the result is whole.
 
 References: optim.lr_at, trainer.loss_of, and the entrypoints' own loaders.
 """
@@ -13,7 +13,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import TINY, loaders_of, make_pictures, rate_at
+from conftest import TINY, loaders_of, make_images, rate_at
 from PIL import Image
 
 import compare
@@ -22,7 +22,7 @@ import trainer
 import vit
 from optim import param_groups
 
-# Of a square picture, all of it.
+# Of a square image, all of it.
 PLAIN = ["data.crop_scale=[1,1]", "data.crop_ratio=[1,1]", "data.hflip=0", "data.decoder=pillow"]
 
 
@@ -166,9 +166,9 @@ def first_model(cfg):
     return compare.build_model(cfg)
 
 
-def test_run_writes_the_result_and_sees_the_entrypoints_pictures(tmp_path, run, tiny):
-    """A step of all 60 pictures, and the validation set, against our own loaders; the rate leaves the weights alone."""
-    root = make_pictures(tmp_path / "pictures")
+def test_run_writes_the_result_and_sees_the_entrypoints_images(tmp_path, run, tiny):
+    """A step of all 60 images, and the validation set, against our own loaders; the rate leaves the weights alone."""
+    root = make_images(tmp_path / "images")
     for file in root.glob("train/*/*"):
         Image.open(file).resize((20, 20)).save(file)
     pixels = ["data.mean=[0.4,0.5,0.6]", "data.std=[0.2,0.3,0.4]", "data.crop_pct=0.8", "precision=fp32", "seed=3"]
@@ -212,7 +212,7 @@ def test_run_writes_the_result_and_sees_the_entrypoints_pictures(tmp_path, run, 
 
 
 def test_run_learns_in_every_way_at_once(run):
-    """More passes than one, the last batch of each left out; grey pictures, BF16, mixing, erasing, averages."""
+    """More passes than one, the last batch of each left out; grey images, BF16, mixing, erasing, averages."""
     ways = ["model.in_chans=1", "precision=bf16", "data.mixup=0.8", "data.cutmix=1", "data.random_erasing=0.25"]
     ways += ["data.auto_augment=3a", "data.color_jitter=[0.3,0.3,0]", "model.drop_path_rate=0.1", "data.vflip=0.1"]
     ways += ["model.patch_drop_rate=0.2", "activation_checkpointing=true", "ema.decay=0.5", "max_grad_norm=1"]
@@ -294,7 +294,7 @@ def test_weights_are_clipped_and_averaged_as_the_entrypoints_do(monkeypatch, run
 
 def test_a_class_may_be_missing_in_val(tmp_path, tiny, run):
     """Its labels are those of the training folder."""
-    root = make_pictures(tmp_path / "pictures")
+    root = make_images(tmp_path / "images")
     for file in (root / "val/class_b").iterdir():
         file.unlink()
     options = [f"data.path={root}", "optimizer.lr=1e-12", "evaluation.every_n_steps=2", "num_train_steps=2"]
@@ -359,24 +359,24 @@ def test_what_says_the_same_in_other_words_is_not_refused(run):
     run("micro_batch_size=24", "model.img_size=[16,16]", "model.implementation=timm", "num_train_steps=1")
 
 
-def test_pictures_that_timm_does_not_find_are_told(refused, tmp_path):
-    root = make_pictures(tmp_path / "pictures")
-    picture = next((root / "train/class_a").iterdir())
-    picture.rename(picture.with_suffix(".webp"))
-    assert "59 of the 60 pictures in train" in refused(f"data.path={root}")
+def test_images_that_timm_does_not_find_are_told(refused, tmp_path):
+    root = make_images(tmp_path / "images")
+    image = next((root / "train/class_a").iterdir())
+    image.rename(image.with_suffix(".webp"))
+    assert "59 of the 60 images in train" in refused(f"data.path={root}")
     for file in list(root.glob("val/*/*")):  # a flat folder, which has its labels beside it
         file.rename(root / "val" / f"{file.parent.name}_{file.name}")
         with open(root / "val.txt", "a") as labels:
             labels.write(f"{file.parent.name}_{file.name} {file.parent.name}\n")
     for folder in root.glob("val/*/"):
         folder.rmdir()
-    picture.with_suffix(".webp").rename(picture)
+    image.with_suffix(".webp").rename(image)
     assert f"data.path={root}" in refused(f"data.path={root}")
 
 
-def test_a_picture_that_cannot_be_read_ends_the_run(tmp_path, run):
-    root = make_pictures(tmp_path / "pictures")
-    next((root / "train/class_a").iterdir()).write_bytes(b"no picture")
+def test_a_image_that_cannot_be_read_ends_the_run(tmp_path, run):
+    root = make_images(tmp_path / "images")
+    next((root / "train/class_a").iterdir()).write_bytes(b"no image")
     with pytest.raises(RuntimeError, match="Failed to load"):
         run(f"data.path={root}")
 

@@ -852,14 +852,14 @@ def test_one_rank_speaks_and_all_exit(run_launch, argument, rank, local_rank, sp
 
 
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
-def test_right_command_line_reaches_main(run_launch, pictures):
+def test_right_command_line_reaches_main(run_launch, image_folder):
     found = []
 
     def main(cfg):
         found.append(cfg)
         raise RanError
 
-    overrides = [f"data.path={pictures}", "global_batch_size=24", "model.in_chans=3", "output_dir=out"]
+    overrides = [f"data.path={image_folder}", "global_batch_size=24", "model.in_chans=3", "output_dir=out"]
     assert run_launch(*overrides, main=main)[0] is None
     expected = launch.load_config("L0_sanity", overrides, script="train_ddp")
     assert found == [expected]
@@ -867,11 +867,11 @@ def test_right_command_line_reaches_main(run_launch, pictures):
 
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # of torch's `record`, under pytest's capture
 @pytest.mark.parametrize(("kind", "code"), [(schema.ConfigError, 2), (schema.RunError, 1)])
-def test_error_of_main_that_is_meant_for_the_user_is_one_line(run_launch, pictures, kind, code):
+def test_error_of_main_that_is_meant_for_the_user_is_one_line(run_launch, image_folder, kind, code):
     def main(cfg):
         raise kind("what happened")
 
-    found = run_launch(f"data.path={pictures}", "global_batch_size=24", main=main)
+    found = run_launch(f"data.path={image_folder}", "global_batch_size=24", main=main)
     assert found == (code, "error: what happened\n")
 
 

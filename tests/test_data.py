@@ -39,7 +39,7 @@ import trainer
 from imagenet_dataset import PADDING, eval_transform, run_sizes
 from input_pipeline.image_folders import scan
 
-STEPS = 8  # 192 pictures of 60, or 64 of 20: more than three epochs
+STEPS = 8  # 192 images of 60, or 64 of 20: more than three epochs
 ARCHIVE = ROOT / "data/fashion_mnist_demo.tar.gz"
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 # Nothing here follows from how the default run is tuned.
@@ -57,7 +57,7 @@ BASE = [
     "lr_scheduler.name=cosine",
     "lr_scheduler.min_lr=0",
 ]
-PLAIN = ["data.crop_scale=[1,1]", "data.crop_ratio=[1,1]", "data.hflip=0"]  # of a square picture, all of it
+PLAIN = ["data.crop_scale=[1,1]", "data.crop_ratio=[1,1]", "data.hflip=0"]  # of a square image, all of it
 
 
 @functools.cache
@@ -66,7 +66,7 @@ def _composed(*overrides):
 
 
 def config(path, *overrides):
-    """L0_sanity on the pictures at `path`, 16 x 16 pixels, 24 a step unless overridden."""
+    """L0_sanity on the images at `path`, 16 x 16 pixels, 24 a step unless overridden."""
     cfg = _composed(*overrides)
     return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path=str(path)))
 
@@ -106,7 +106,7 @@ def rng_untouched():
 
 
 def make(root, files, *, size=(4, 4)):
-    """Files under `root`: a PNG where the name ends like a picture's, text elsewhere, a folder where it ends in /."""
+    """Files under `root`: a PNG where the name ends like an image's, text elsewhere, a folder where it ends in /."""
     for name in files:
         path = Path(root) / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def make(root, files, *, size=(4, 4)):
         elif path.suffix.lower() in Image.registered_extensions():
             Image.new("RGB", size, (200, 100, 50)).save(path, format="PNG")
         else:
-            path.write_text("no picture")
+            path.write_text("no image")
     return str(root)
 
 
@@ -129,7 +129,7 @@ def error_of(function, *args):
 
 @pytest.fixture(scope="module")
 def coloured(tmp_path_factory):
-    """20 training and 11 validation pictures, each of one colour of its own, in classes 1, 2 and 10."""
+    """20 training and 11 validation images, each of one colour of its own, in classes 1, 2 and 10."""
     root = tmp_path_factory.mktemp("coloured")
     for split, count in (("train", 20), ("val", 11)):
         order = np.random.default_rng(1).permutation(count)
@@ -141,7 +141,7 @@ def coloured(tmp_path_factory):
 
 
 def colours(images):
-    """Which picture of `coloured` each image shows: a crop of one colour has that colour."""
+    """Which image of `coloured` each image shows: a crop of one colour has that colour."""
     red = images[:, 0].flatten(1).float()
     assert (red.amax(dim=1) - red.amin(dim=1)).max() <= 2
     return (red.mean(dim=1) / 10).round().int().tolist()
@@ -155,7 +155,7 @@ def coloured_reference(root, split):
 
 @pytest.fixture(scope="module")
 def repeated(tmp_path_factory):
-    """Twelve times the same picture of noise."""
+    """Twelve times the same image of noise."""
     root = tmp_path_factory.mktemp("repeated")
     pixels = np.random.default_rng(2).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     for split, i in itertools.product(("train", "val"), range(12)):
@@ -166,9 +166,9 @@ def repeated(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def straight(pictures):
+def straight(image_folder):
     """The whole stream, as one process without workers reads it."""
-    return stream(config(pictures))
+    return stream(config(image_folder))
 
 
 # The training stream: order
@@ -209,37 +209,37 @@ def test_order_is_a_permutation_that_is_drawn_evenly(coloured):
         *((1, 0, 1), (1, 0, 6), (1, 0, 24), (2, 0, 3), (2, 0, 4), (3, 0, 1), (3, 0, 4), (3, 3, 2)),
     ],
 )
-def test_stream_does_not_depend_on_who_reads_it(pictures, straight, world_size, num_workers, micro):
+def test_stream_does_not_depend_on_who_reads_it(image_folder, straight, world_size, num_workers, micro):
     overrides = [f"data.num_workers={num_workers}", f"micro_batch_size={micro or 'null'}"]
-    assert_same(stream(config(pictures, *overrides), world_size=world_size), straight)
+    assert_same(stream(config(image_folder, *overrides), world_size=world_size), straight)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("start_step", [1, 3, 5, STEPS - 1])
-def test_resumed_stream_is_the_tail_of_the_straight_one(pictures, straight, start_step, num_workers):
+def test_resumed_stream_is_the_tail_of_the_straight_one(image_folder, straight, start_step, num_workers):
     tail = [part[start_step * 24 :] for part in straight]
-    cfg = config(pictures, f"data.num_workers={num_workers}")
+    cfg = config(image_folder, f"data.num_workers={num_workers}")
     assert_same(stream(cfg, start_step=start_step), tail)
     assert_same(stream(cfg, start_step=start_step, world_size=2), tail)
 
 
-def test_nothing_is_left_to_read_after_the_last_step(pictures):
-    loader, _ = loaders_of(config(pictures), rank=0, world_size=1, start_step=STEPS)
+def test_nothing_is_left_to_read_after_the_last_step(image_folder):
+    loader, _ = loaders_of(config(image_folder), rank=0, world_size=1, start_step=STEPS)
     assert len(loader) == len(list(loader)) == 0
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])  # 2: persistent ones, which have fetched batches ahead of the stop
 @pytest.mark.parametrize("stops", [(1, 2), (3, 4), (1, 3, 4, 7)])  # an epoch is two and a half steps
-def test_stream_may_be_stopped_and_resumed_twice_in_one_epoch(pictures, straight, stops, num_workers):
-    cfg = config(pictures, f"data.num_workers={num_workers}")
+def test_stream_may_be_stopped_and_resumed_twice_in_one_epoch(image_folder, straight, stops, num_workers):
+    cfg = config(image_folder, f"data.num_workers={num_workers}")
     edges = [0, *stops, STEPS]
     parts = [stream(cfg, start_step=start, num_steps=end - start) for start, end in itertools.pairwise(edges)]
     assert_same([torch.cat(part) for part in zip(*parts, strict=True)], straight)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_number_of_batches_is_announced(pictures, world_size):
-    cfg = config(pictures, "micro_batch_size=4")
+def test_number_of_batches_is_announced(image_folder, world_size):
+    cfg = config(image_folder, "micro_batch_size=4")
     loader, _ = loaders_of(cfg, rank=0, world_size=world_size, start_step=2)
     assert len(loader) == len(list(loader)) == (STEPS - 2) * 24 // 4 // world_size
 
@@ -251,37 +251,37 @@ def test_number_of_batches_is_announced(pictures, world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_no_two_augmentations_are_alike(repeated, world_size, num_workers):
     cfg = config(repeated, "global_batch_size=6", "num_train_steps=6", f"data.num_workers={num_workers}")
-    images, _ = stream(cfg, world_size=world_size)  # three epochs of one picture
+    images, _ = stream(cfg, world_size=world_size)  # three epochs of one image
     assert len(images) == 36
     assert len(images.unique(dim=0)) == 36
 
 
-def test_one_seed_gives_one_stream_and_another_seed_another(repeated, pictures, straight):
-    assert_same(stream(config(pictures, "data.num_workers=2")), straight)
-    other = stream(config(pictures, "seed=1"))
+def test_one_seed_gives_one_stream_and_another_seed_another(repeated, image_folder, straight):
+    assert_same(stream(config(image_folder, "data.num_workers=2")), straight)
+    other = stream(config(image_folder, "seed=1"))
     assert not torch.equal(other[1], straight[1])
     assert not (other[0] == straight[0]).flatten(1).all(dim=1).any()
-    # Of one picture only the augmentation can differ.
+    # Of one image only the augmentation can differ.
     overrides = ["global_batch_size=6", "num_train_steps=6"]
     seeds = [stream(config(repeated, *overrides, f"seed={seed}"))[0] for seed in (0, 1, 2)]
     assert len(torch.cat(seeds).unique(dim=0)) == 3 * 36
 
 
-def test_stream_does_not_depend_on_the_global_generators(pictures, straight):
+def test_stream_does_not_depend_on_the_global_generators(image_folder, straight):
     torch.manual_seed(7)
     np.random.seed(7)
     random.seed(7)
-    assert_same(stream(config(pictures)), straight)
-    assert_same(stream(config(pictures, "data.num_workers=1")), straight)
+    assert_same(stream(config(image_folder)), straight)
+    assert_same(stream(config(image_folder, "data.num_workers=1")), straight)
 
 
 @pytest.mark.parametrize("hflip", [0, 1])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_without_augmentation_a_picture_is_resized_and_flipped_as_pillow_does(repeated, hflip, interpolation):
+def test_without_augmentation_a_image_is_resized_and_flipped_as_pillow_does(repeated, hflip, interpolation):
     cfg = config(repeated, *PLAIN[:2], f"data.hflip={hflip}", f"data.interpolation={interpolation}")
     images, _ = stream(cfg, num_steps=1)
-    picture = Image.open(repeated / "train/class_0/0.png")
-    expected = np.asarray(picture.resize((16, 16), Image.Resampling[interpolation.upper()]))
+    image = Image.open(repeated / "train/class_0/0.png")
+    expected = np.asarray(image.resize((16, 16), Image.Resampling[interpolation.upper()]))
     expected = torch.tensor((expected[:, ::-1] if hflip else expected).copy()).permute(2, 0, 1)
     assert images.dtype == torch.uint8
     assert all(torch.equal(image, expected) for image in images)
@@ -311,8 +311,8 @@ def test_flips_and_crops_are_drawn_as_configured(tmp_path):
 
 
 @pytest.mark.parametrize("split", [0, 1], ids=["train", "val"])
-def test_reading_a_sample_leaves_the_global_generators_alone(pictures, split):
-    loader = loaders_of(config(pictures), rank=0, world_size=1, start_step=0)[split]
+def test_reading_a_sample_leaves_the_global_generators_alone(image_folder, split):
+    loader = loaders_of(config(image_folder), rank=0, world_size=1, start_step=0)[split]
     keys = list(loader.batch_sampler)
     with rng_untouched():
         for key in keys[0]:
@@ -321,8 +321,8 @@ def test_reading_a_sample_leaves_the_global_generators_alone(pictures, split):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("split", [0, 1], ids=["train", "val"])
-def test_loading_leaves_the_global_generators_alone(pictures, split, num_workers):
-    cfg = config(pictures, f"data.num_workers={num_workers}")
+def test_loading_leaves_the_global_generators_alone(image_folder, split, num_workers):
+    cfg = config(image_folder, f"data.num_workers={num_workers}")
     with rng_untouched():
         assert len(list(loaders_of(cfg, rank=0, world_size=1, start_step=0)[split])) > 0
 
@@ -356,9 +356,9 @@ def test_validation_has_every_image_once_in_the_folders_order(coloured, world_si
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_validation_does_not_depend_on_the_seed_or_the_start(pictures, seed):
+def test_validation_does_not_depend_on_the_seed_or_the_start(image_folder, seed):
     val = [
-        list(loaders_of(config(pictures, f"seed={s}"), rank=0, world_size=1, start_step=k)[1])
+        list(loaders_of(config(image_folder, f"seed={s}"), rank=0, world_size=1, start_step=k)[1])
         for s, k in ((0, 0), (seed, 5))
     ]
     for found, expected in zip(*val, strict=True):
@@ -381,7 +381,7 @@ def small_model(num_classes):
 
 
 def plain_scores(model, cfg):
-    """One picture at a time, from ImageFolder through timm's transform."""
+    """One image at a time, from ImageFolder through timm's transform."""
     data = cfg.data
     transform = create_transform(
         (3, 16, 16), interpolation=data.interpolation, crop_pct=data.crop_pct, mean=data.mean * 3, std=data.std * 3
@@ -409,7 +409,7 @@ def evaluate(model, cfg, *, rank=0, world_size=1):
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 1), (1, 7), (1, 23), (1, 64), (2, 5), (3, 3)])
-@pytest.mark.parametrize(("folder", "num_classes"), [("pictures", 6), ("pictures", 9), ("coloured", 3)])
+@pytest.mark.parametrize(("folder", "num_classes"), [("image_folder", 6), ("image_folder", 9), ("coloured", 3)])
 def test_scores_are_those_of_a_plain_loop_over_all_images(request, folder, num_classes, world_size, batch_size):
     path = request.getfixturevalue(folder)
     batch = [f"global_batch_size={world_size * batch_size}", f"model.num_classes={num_classes}"]
@@ -440,13 +440,13 @@ def test_fewer_classes_than_five_can_be_scored(tmp_path, num_classes):
 
 
 @pytest.mark.usefixtures("process_group")
-def test_evaluation_leaves_mode_weights_and_gradients_alone(pictures):
+def test_evaluation_leaves_mode_weights_and_gradients_alone(image_folder):
     model = small_model(6)
     model.append(nn.BatchNorm1d(6))  # whose statistics move in training mode
     model(torch.rand(4, 3, 16, 16)).sum().backward()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     grads = [p.grad.clone() for p in model.parameters()]
-    evaluate(model, config(pictures))
+    evaluate(model, config(image_folder))
     assert all(module.training for module in model.modules())
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
@@ -455,13 +455,13 @@ def test_evaluation_leaves_mode_weights_and_gradients_alone(pictures):
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_evaluation_leaves_the_global_generators_alone(pictures, num_workers):
+def test_evaluation_leaves_the_global_generators_alone(image_folder, num_workers):
     with rng_untouched():
-        evaluate(small_model(6), config(pictures, f"data.num_workers={num_workers}"))
+        evaluate(small_model(6), config(image_folder, f"data.num_workers={num_workers}"))
 
 
-def test_evaluation_in_between_does_not_change_the_training_stream(pictures, straight):
-    train, val = loaders_of(config(pictures, "data.num_workers=1"), rank=0, world_size=1, start_step=0)
+def test_evaluation_in_between_does_not_change_the_training_stream(image_folder, straight):
+    train, val = loaders_of(config(image_folder, "data.num_workers=1"), rank=0, world_size=1, start_step=0)
     batches = []
     for step, batch in enumerate(train):
         batches.append(batch)
@@ -522,7 +522,7 @@ def test_stray_entries_are_left_out_and_counted(tmp_path, split):
     assert found.skipped == expected
 
 
-def test_links_to_pictures_and_to_class_folders_are_followed(tmp_path):
+def test_links_to_images_and_to_class_folders_are_followed(tmp_path):
     path = make(tmp_path / "data", ["train/a/0.png", "val/a/0.png"])
     make(tmp_path / "elsewhere", ["1.png", "2.png"])
     (tmp_path / "data/train/a/link.png").symlink_to(tmp_path / "elsewhere/1.png")
@@ -532,7 +532,7 @@ def test_links_to_pictures_and_to_class_folders_are_followed(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["missing", "empty"])
-def test_class_without_validation_pictures_does_not_shift_labels(tmp_path, how):
+def test_class_without_validation_images_does_not_shift_labels(tmp_path, how):
     train = [f"train/{name}/{i}.png" for name in "abcd" for i in range(2)]
     val = ["val/a/0.png", "val/c/0.png", "val/c/1.png", "val/d/0.png", *(["val/b/"] if how == "empty" else [])]
     path = make(tmp_path, train + val)
@@ -585,37 +585,37 @@ def test_data_in_the_working_folder_can_be_used(tmp_path, monkeypatch):
     assert [Path(file).name for file, _ in scan(".", "train").samples] == ["0.png"]
 
 
-def test_more_classes_than_the_model_has_are_refused(pictures):
-    text = error_of(imagenet_dataset.run_sizes, config(pictures, "model.num_classes=5"), 1)
+def test_more_classes_than_the_model_has_are_refused(image_folder):
+    text = error_of(imagenet_dataset.run_sizes, config(image_folder, "model.num_classes=5"), 1)
     assert "6 classes" in text
     assert "model.num_classes=5" in text
     assert "model.num_classes=6" in text  # the fix
-    imagenet_dataset.run_sizes(config(pictures, "model.num_classes=6"), 1)
-    imagenet_dataset.run_sizes(config(pictures, "model.num_classes=100"), 1)
+    imagenet_dataset.run_sizes(config(image_folder, "model.num_classes=6"), 1)
+    imagenet_dataset.run_sizes(config(image_folder, "model.num_classes=100"), 1)
 
 
-def test_data_set_smaller_than_a_batch_is_refused_with_both_sizes(pictures):
-    text = error_of(imagenet_dataset.run_sizes, config(pictures, "global_batch_size=61"), 1)
+def test_data_set_smaller_than_a_batch_is_refused_with_both_sizes(image_folder):
+    text = error_of(imagenet_dataset.run_sizes, config(image_folder, "global_batch_size=61"), 1)
     assert "global_batch_size=61" in text
-    assert "60" in text.replace(str(pictures), "")
-    assert str(pictures) in text
-    imagenet_dataset.run_sizes(config(pictures, "global_batch_size=60"), 1)
+    assert "60" in text.replace(str(image_folder), "")
+    assert str(image_folder) in text
+    imagenet_dataset.run_sizes(config(image_folder, "global_batch_size=60"), 1)
 
 
-def test_run_of_less_than_one_step_is_refused(pictures):
+def test_run_of_less_than_one_step_is_refused(image_folder):
     epochs = ["num_train_steps=null", "num_epochs=0.3"]
-    assert "num_epochs=0.3" in error_of(imagenet_dataset.run_sizes, config(pictures, *epochs), 1)
-    imagenet_dataset.run_sizes(config(pictures, *epochs, "global_batch_size=18"), 1)
+    assert "num_epochs=0.3" in error_of(imagenet_dataset.run_sizes, config(image_folder, *epochs), 1)
+    imagenet_dataset.run_sizes(config(image_folder, *epochs, "global_batch_size=18"), 1)
 
 
-# Pictures
+# Images
 
 
 @pytest.mark.parametrize(
     ("split", "damage", "num_workers"),
     [*itertools.product((0, 1), ("empty", "cut", "text"), (0,)), (0, "cut", 1)],
 )
-def test_unreadable_picture_is_named(tmp_path, split, damage, num_workers):
+def test_unreadable_image_is_named(tmp_path, split, damage, num_workers):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     for name, i in itertools.product(("train", "val"), range(3)):
         (tmp_path / name / "a").mkdir(parents=True, exist_ok=True)
@@ -629,7 +629,7 @@ def test_unreadable_picture_is_named(tmp_path, split, damage, num_workers):
 
 
 def _one_colour(mode):
-    """A picture of a mode and the RGB that it shows; what is transparent keeps its colour."""
+    """An image of a mode and the RGB that it shows; what is transparent keeps its colour."""
     size = (20, 18)
     if mode == "P with transparency":
         image = Image.new("P", size, 1)
@@ -662,7 +662,7 @@ def _one_colour(mode):
         ("RGBA", "png_bytes.JPEG"),
     ],
 )
-def test_every_kind_of_picture_comes_out_with_the_models_channels(tmp_path, mode, name, in_chans):
+def test_every_kind_of_image_comes_out_with_the_models_channels(tmp_path, mode, name, in_chans):
     image, rgb = _one_colour(mode)
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
@@ -689,32 +689,32 @@ def test_every_kind_of_picture_comes_out_with_the_models_channels(tmp_path, mode
         (97, 0.33, "bilinear"),
     ],
 )
-def test_validation_pictures_are_timms_pixel_for_pixel(pictures, size, crop_pct, interpolation):
+def test_validation_images_are_timms_pixel_for_pixel(image_folder, size, crop_pct, interpolation):
     """V01."""
     model = [f"model.img_size={size}", f"model.patch_size={size}"]
-    cfg = config(pictures, *model, f"data.crop_pct={crop_pct}", f"data.interpolation={interpolation}")
+    cfg = config(image_folder, *model, f"data.crop_pct={crop_pct}", f"data.interpolation={interpolation}")
     ours = eval_transform(cfg.data)
     timms = create_transform(
         (3, size, size), interpolation=interpolation, crop_pct=crop_pct, mean=(0, 0, 0), std=(1, 1, 1)
     )
     rng = np.random.default_rng(size)
     for height, width in ((37, 53), (53, 37), (301, 257), (375, 500), (225, 224), (size, size), (8, 91)):
-        picture = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
-        found = ours(picture)
+        image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        found = ours(image)
         assert found.shape == (3, size, size)
-        assert torch.equal(found, (timms(picture) * 255).round().to(torch.uint8))
+        assert torch.equal(found, (timms(image) * 255).round().to(torch.uint8))
 
 
 @pytest.mark.parametrize(("height", "width", "crop_pct"), [(48, 32, 0.875), (32, 56, 0.9), (24, 40, 1.0)])
-def test_rectangle_is_the_centre_of_the_picture_scaled_to_its_proportions(pictures, height, width, crop_pct):
+def test_rectangle_is_the_centre_of_the_image_scaled_to_its_proportions(image_folder, height, width, crop_pct):
     model = [f"model.img_size=[{height},{width}]", "model.patch_size=8"]
-    transform = eval_transform(config(pictures, *model, f"data.crop_pct={crop_pct}").data)
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (101, 77, 3), dtype=np.uint8))
+    transform = eval_transform(config(image_folder, *model, f"data.crop_pct={crop_pct}").data)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (101, 77, 3), dtype=np.uint8))
     scaled_height, scaled_width = int(height / crop_pct), int(width / crop_pct)
-    scaled = np.asarray(picture.resize((scaled_width, scaled_height), Image.Resampling.BICUBIC))
+    scaled = np.asarray(image.resize((scaled_width, scaled_height), Image.Resampling.BICUBIC))
     top, left = round((scaled_height - height) / 2), round((scaled_width - width) / 2)
     expected = torch.tensor(scaled[top : top + height, left : left + width]).permute(2, 0, 1)
-    assert torch.equal(transform(picture), expected)
+    assert torch.equal(transform(image), expected)
 
 
 # Synthetic data
@@ -726,7 +726,7 @@ def synthetic(*overrides):
 
 
 @pytest.mark.parametrize("model", [[], ["model.in_chans=1"], ["model.img_size=[24,16]"], ["model.num_classes=100"]])
-def test_synthetic_pictures_are_noise_with_labels_in_range(model):
+def test_synthetic_images_are_noise_with_labels_in_range(model):
     cfg = synthetic(*model)
     imagenet_dataset.run_sizes(cfg, 1)
     height, width = schema.pair(cfg.model.img_size)
@@ -822,7 +822,7 @@ def test_bundled_data_are_unpacked_once_and_leave_nothing_beside_them(unpacked):
 
 @pytest.fixture(scope="module")
 def small_archive(tmp_path_factory):
-    """Bytes of an archive as the bundled one, of twenty pictures."""
+    """Bytes of an archive as the bundled one, of twenty images."""
     folder = tmp_path_factory.mktemp("archive")
     rng = np.random.default_rng(0)
     for split, i in itertools.product(("train", "val"), range(10)):
@@ -901,9 +901,9 @@ def torch_rates(cfg, length, steps):
     [(100, 10, None), (100, 0, None), (100, 1, None), (100, 2, None), (7, 3, None), (100, 99, None), (100, 100, None),
      (100, 250, None), (40, 10, 100), (40, 0, 1000), (40, 60, 100), (1, 0, None), (1, 5, None)],
 )  # fmt: skip
-def test_rate_is_torchs_warmup_and_cosine(pictures, steps, warmup, length, min_lr):
+def test_rate_is_torchs_warmup_and_cosine(image_folder, steps, warmup, length, min_lr):
     schedule = [f"lr_scheduler.num_warmup_steps={warmup}", f"lr_scheduler.num_training_steps={length or 'null'}"]
-    cfg = config(pictures, f"num_train_steps={steps}", f"lr_scheduler.min_lr={min_lr}", *schedule)
+    cfg = config(image_folder, f"num_train_steps={steps}", f"lr_scheduler.min_lr={min_lr}", *schedule)
     rates = [rate_at(step, cfg) for step in range(1, steps + 1)]
     assert rates == pytest.approx(torch_rates(cfg, length or steps, steps), rel=1e-9, abs=1e-15)
     assert max(rates) <= 1e-3 * (1 + 1e-12)
@@ -914,29 +914,29 @@ def test_rate_is_torchs_warmup_and_cosine(pictures, steps, warmup, length, min_l
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 2, 10, 30])
-def test_constant_rate_stays_at_the_peak_after_its_warmup(pictures, warmup):
+def test_constant_rate_stays_at_the_peak_after_its_warmup(image_folder, warmup):
     schedule = ["lr_scheduler.name=constant", f"lr_scheduler.num_warmup_steps={warmup}"]
-    cfg = config(pictures, "num_train_steps=20", *schedule)
+    cfg = config(image_folder, "num_train_steps=20", *schedule)
     rates = [rate_at(step, cfg) for step in range(1, 21)]
     assert rates == pytest.approx(torch_rates(cfg, 20, 20), rel=1e-9)
     assert rates == pytest.approx([1e-3 * min(1, step / max(warmup, 1)) for step in range(1, 21)], rel=1e-12)
 
 
-def test_rate_stays_at_its_minimum_past_the_end_of_the_schedule(pictures):
+def test_rate_stays_at_its_minimum_past_the_end_of_the_schedule(image_folder):
     schedule = ["lr_scheduler.num_training_steps=20", "lr_scheduler.min_lr=1e-5"]
-    cfg = config(pictures, "num_train_steps=30", *schedule)
+    cfg = config(image_folder, "num_train_steps=30", *schedule)
     assert [rate_at(step, cfg) for step in range(20, 31)] == [1e-5] * 11
     assert rate_at(19, cfg) > 1e-5
 
 
-def test_run_cut_short_keeps_the_whole_runs_schedule(pictures):
-    whole = config(pictures, "num_train_steps=100")
-    part = config(pictures, "num_train_steps=30", "lr_scheduler.num_training_steps=100")
+def test_run_cut_short_keeps_the_whole_runs_schedule(image_folder):
+    whole = config(image_folder, "num_train_steps=100")
+    part = config(image_folder, "num_train_steps=30", "lr_scheduler.num_training_steps=100")
     assert [rate_at(step, part) for step in range(1, 31)] == [rate_at(step, whole) for step in range(1, 31)]
 
 
-def test_length_of_the_schedule_follows_from_the_epochs(pictures):
-    cfg = config(pictures, "num_train_steps=null", "num_epochs=4", "lr_scheduler.min_lr=1e-6")
+def test_length_of_the_schedule_follows_from_the_epochs(image_folder):
+    cfg = config(image_folder, "num_train_steps=null", "num_epochs=4", "lr_scheduler.min_lr=1e-6")
     assert run_sizes(cfg, 1).num_train_steps == 10  # 4 x 60 / 24
     as_steps = dataclasses.replace(cfg, num_train_steps=10, num_epochs=None)
     assert [rate_at(step, cfg) for step in range(1, 11)] == [rate_at(step, as_steps) for step in range(1, 11)]

@@ -1,4 +1,4 @@
-"""Pictures as people have them: every kind of file ends in the right pixels, or in an error that names it.
+"""Images as people have them: every kind of file ends in the right pixels, or in an error that names it.
 
 What is expected is known when the file is made, or comes from Pillow.
 """
@@ -16,7 +16,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, loaders_of, make_pictures, read_metrics, run_command, run_tasks
+from conftest import ROOT, TINY, loaders_of, make_images, read_metrics, run_command, run_tasks
 from PIL import Image, ImageOps
 
 import imagenet_dataset
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 def config(path, *overrides):
-    """L0_sanity on the pictures at `path`, 16 x 16 pixels."""
+    """L0_sanity on the images at `path`, 16 x 16 pixels."""
     base = [*TINY, "data.path=unused", "data.num_workers=0", "data.crop_scale=[0.3,1]", "data.crop_ratio=[0.75,1.25]"]
     cfg = launch.load_config("L0_sanity", [*base, *overrides], script="train_ddp")
     return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path=str(path)))
@@ -69,7 +69,7 @@ def png(width, height, *, depth, colour, rows):
 
 
 @functools.cache
-def odd_pictures():
+def odd_images():
     """Name -> (file, the one RGB colour that it shows)."""
     size, orange, over_white = (20, 18), (200, 100, 50), (227, 177, 152)  # half of it, half of white
     palette = Image.new("P", size, 1)
@@ -107,11 +107,11 @@ def odd_pictures():
     }
 
 
-@pytest.mark.parametrize("name", odd_pictures())
+@pytest.mark.parametrize("name", odd_images())
 @pytest.mark.parametrize("in_chans", [1, 3])
-def test_every_kind_of_picture_shows_its_colour(name, in_chans):
+def test_every_kind_of_image_shows_its_colour(name, in_chans):
     """D05, D06."""
-    data, rgb = odd_pictures()[name]
+    data, rgb = odd_images()[name]
     grey = round(0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2])
     for way in DECODERS:
         image = decoder(way, in_chans=in_chans).tensor(data)
@@ -130,13 +130,13 @@ def test_grey_of_16_bits_keeps_all_its_values():
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_values_of_no_known_range_are_refused(mode):
     image = Image.fromarray(np.full((4, 4), 7e6, dtype=np.int32 if mode == "I" else np.float32))
-    with pytest.raises(decode.PictureError, match=r"16 bits|no known range"):
+    with pytest.raises(decode.ImageError, match=r"16 bits|no known range"):
         decoder().tensor(file_of(image, "TIFF"))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied_by_a_switch_that_all_share(tmp_path, orientation):
-    """D07: four corners of an upright picture, stored turned as the tag says."""
+    """D07: four corners of an upright image, stored turned as the tag says."""
     upright = Image.new("RGB", (40, 24))
     for i, colour in enumerate([(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)]):
         upright.paste(colour, (20 * (i % 2), 12 * (i // 2), 20 * (i % 2) + 20, 12 * (i // 2) + 12))
@@ -165,7 +165,7 @@ def test_exif_orientation_is_applied_by_a_switch_that_all_share(tmp_path, orient
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0MM\0*\0\0\0\x08\0\x09", b"Exif\0\0nonsense", b"Exif\0\0"])
-def test_damaged_exif_loses_no_picture(exif):
+def test_damaged_exif_loses_no_image(exif):
     image = photo()
     data = file_of(image, "JPEG", exif=exif)
     for way, switch in itertools.product(DECODERS, ("true", "false")):
@@ -179,11 +179,11 @@ def damaged():
     jpeg, whole = file_of(photo(), "JPEG"), file_of(photo())
     middle = len(whole) // 2
     return {
-        "nothing": (b"", "not a picture"),
-        "a page": (b"<html>404</html>", "not a picture"),
+        "nothing": (b"", "not an image"),
+        "a page": (b"<html>404</html>", "not an image"),
         "half a JPEG": (jpeg[: len(jpeg) // 2], "truncated"),
         "a JPEG without its end": (jpeg[:-2], "truncated"),
-        "100 bytes of a JPEG": (jpeg[:100], "Truncated|not a picture"),
+        "100 bytes of a JPEG": (jpeg[:100], "Truncated|not an image"),
         "half a PNG": (whole[:middle], "truncated|broken"),
         "a damaged PNG": (whole[:middle] + b"\0" * 50 + whole[middle + 50 :], "broken|unrecognized|checksum|CRC"),
         "a bomb": (file_of(Image.new("1", (20000, 10000))), "20000 x 10000 pixels are more than data.max_pixels"),
@@ -195,14 +195,14 @@ def test_damage_is_an_error_whatever_decodes(name):
     """D01; also where EXIF is asked for, which meets a PNG's damage first."""
     data, text = damaged()[name]
     for way, switch in itertools.product(DECODERS, ("true", "false")):
-        with pytest.raises(decode.PictureError, match=text):
+        with pytest.raises(decode.ImageError, match=text):
             decoder(way, f"data.exif_orientation={switch}").tensor(data)
 
 
 def test_bound_on_pixels_is_the_configs():
     data = file_of(Image.new("RGB", (100, 50)))
     assert decoder("pillow", "data.max_pixels=5000").tensor(data).shape == (3, 50, 100)
-    with pytest.raises(decode.PictureError, match=r"100 x 50 pixels are more than data.max_pixels=4999"):
+    with pytest.raises(decode.ImageError, match=r"100 x 50 pixels are more than data.max_pixels=4999"):
         decoder("pillow", "data.max_pixels=4999").tensor(data)
 
 
@@ -226,10 +226,10 @@ def test_training_pixels_are_pillows_to_within_two(tmp_path, interpolation):
         photo(90 + 50 * i, 220, seed=i).save(tmp_path / split / f"a/{i}.jpg", quality=95)
     options = [f"data.interpolation={interpolation}", "data.hflip=0", "model.in_chans=3", "model.img_size=64"]
     cfg = config(tmp_path, *options)
-    dataset = imagenet_dataset.PictureDataset(imagenet_dataset.pictures(cfg.data, "train"), cfg, is_train=True)
+    dataset = imagenet_dataset.ImageDataset(imagenet_dataset.list_images(cfg.data, "train"), cfg, is_train=True)
     for number, index in itertools.product(range(4), range(6)):
         found, _, _ = dataset[number, index]
-        image = Image.open(dataset.pictures.name(index))
+        image = Image.open(dataset.images.name(index))
         with seeding.sample(cfg.seed, number):
             top, left, height, width = imagenet_dataset.crop_box(image, cfg.data)
         cut = image.crop((left, top, left + width, top + height))
@@ -249,17 +249,17 @@ def test_absurd_shapes_have_pixels_too(tmp_path, size):
     for loader in loaders_of(cfg, rank=0, world_size=1, start_step=0):
         (image,) = next(iter(loader))[0]
         assert (image.int() - torch.tensor([200, 100, 50])[:, None, None]).abs().max() <= 2
-    bounded = decode.bounded(Image.new("RGB", size))
+    bounded = decode.crop_extreme_aspect(Image.new("RGB", size))
     assert max(bounded.size) <= 8 * min(bounded.size)
 
 
-def test_evaluation_of_a_long_picture_shows_its_middle():
+def test_evaluation_of_a_long_image_shows_its_middle():
     """Cut to 8 : 1 before the resize: the same as without the cut, up to the resize's phase."""
     transform = imagenet_dataset.eval_transform(config("unused").data)
     image = photo(2000, 40)
-    difference = transform(decode.bounded(image)).int() - transform(image).int()
+    difference = transform(decode.crop_extreme_aspect(image)).int() - transform(image).int()
     assert difference.abs().float().mean() < 3
-    assert decode.bounded(photo(320, 40)).size == (320, 40)
+    assert decode.crop_extreme_aspect(photo(320, 40)).size == (320, 40)
 
 
 # What cannot be read
@@ -267,8 +267,8 @@ def test_evaluation_of_a_long_picture_shows_its_middle():
 
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory):
-    """The folder of `make_pictures` with two training pictures and one validation picture that cannot be read."""
-    folder = make_pictures(tmp_path_factory.mktemp("spoilt"))
+    """The folder of `make_images` with two training images and one validation image that cannot be read."""
+    folder = make_images(tmp_path_factory.mktemp("spoilt"))
     trains, vals = (sorted((folder / split).rglob("*.*")) for split in ("train", "val"))
     bad = [trains[3], trains[40], vals[5]]
     for path in bad:
@@ -283,7 +283,7 @@ def batches(cfg, split, *, rank=0, world_size=1):
     return torch.cat(images), torch.cat(labels)
 
 
-def test_skipping_replaces_by_the_next_picture_whatever_reads(spoilt):
+def test_skipping_replaces_by_the_next_image_whatever_reads(spoilt):
     """D01: the other samples stay what they were, and the number of batches too."""
     folder, bad = spoilt
     cfg = config(folder, "data.on_error=skip", "num_train_steps=8", "data.hflip=0")
@@ -320,7 +320,7 @@ def test_skipping_gives_up_past_its_cap(spoilt, caplog):
     lines = [record.getMessage() for record in caplog.records if "cannot read" in record.getMessage()]
     assert len(lines) == 2  # once each, though each was met several times
     assert all(any(str(path) in line for line in lines) for path in bad[:2])
-    with pytest.raises(OSError, match=r"more than data.max_errors=1 pictures cannot be read"):
+    with pytest.raises(OSError, match=r"more than data.max_errors=1 images cannot be read"):
         batches(config(folder, "data.on_error=skip", "data.max_errors=1", "num_train_steps=8"), 0)
 
 
@@ -330,7 +330,7 @@ def test_a_folder_of_nothing_readable_ends(tmp_path):
         for i in range(3):
             (tmp_path / split / f"a/{i}.jpg").write_bytes(b"no")
     cfg = config(tmp_path, "data.on_error=skip", "global_batch_size=3", "num_train_steps=1")
-    with pytest.raises(OSError, match="nor any other picture"):
+    with pytest.raises(OSError, match="nor any other image"):
         batches(cfg, 0)
 
 
@@ -359,9 +359,9 @@ def test_policies_under_two_processes(spoilt, tmp_path, nproc):
     assert json.loads((tmp_path / "raise/status.json").read_text())["state"] in ("failed", "running")
 
 
-def test_repeated_augmentation_repeats_within_the_batch(pictures):
+def test_repeated_augmentation_repeats_within_the_batch(image_folder):
     """Each image three times, a third of a batch apart, differently cut; over three epochs each image three times."""
-    cfg = config(pictures, "data.repeated_augmentation=3", "num_train_steps=null", "num_epochs=6")
+    cfg = config(image_folder, "data.repeated_augmentation=3", "num_train_steps=null", "num_epochs=6")
     keys = list(loaders_of(cfg, rank=0, world_size=1, start_step=0)[0].batch_sampler)
     assert len(keys) == 6 * 60 // 24
     for batch in keys:
@@ -374,7 +374,7 @@ def test_repeated_augmentation_repeats_within_the_batch(pictures):
     halves = [list(loaders_of(cfg, rank=rank, world_size=2, start_step=0)[0].batch_sampler) for rank in (0, 1)]
     assert [a + b for a, b in zip(*halves, strict=True)] == keys
     with pytest.raises(schema.ConfigError, match=r"global_batch_size=24 .* data.repeated_augmentation=5"):
-        config(pictures, "data.repeated_augmentation=5")
+        config(image_folder, "data.repeated_augmentation=5")
 
 
 def test_nvjpeg_is_refused_where_it_cannot_be():
@@ -400,7 +400,7 @@ def test_evaluation_is_pillows_whatever_decodes(tmp_path):
     assert torch.equal(*images)
 
 
-def test_upright_pictures_are_pillows():
+def test_upright_images_are_pillows():
     """Against Pillow's own exif_transpose, on a photograph."""
     exif = Image.Exif()
     exif[decode.ORIENTATION] = 6

@@ -1,4 +1,4 @@
-"""Lists of pictures: kept, made again when a folder changes, the same whoever asks; labels of a flat val folder."""
+"""Lists of images: kept, made again when a folder changes, the same whoever asks; labels of a flat val folder."""
 
 import launch  # noqa: F401  (before torch)
 

@@ -45,22 +45,22 @@ ODD = [
 
 
 @pytest.fixture(scope="module")
-def runs(pictures, tmp_path_factory):
+def runs(image_folder, tmp_path_factory):
     """A function: number of GPUs -> (outcomes, folder)."""
 
     @started_once
     def start(nproc):
         folder = tmp_path_factory.mktemp(f"fp8_{nproc}")
-        first, second = _tasks(nproc, pictures, folder)
+        first, second = _tasks(nproc, image_folder, folder)
         outcomes = run_tasks(first, nproc=nproc, folder=folder, timeout=420, strict=False)
         return outcomes | run_tasks(second, nproc=nproc, folder=folder, timeout=240, strict=False), folder
 
     return start
 
 
-def _tasks(nproc, pictures, folder):
+def _tasks(nproc, image_folder, folder):
     def task(name, script, *overrides, output=None, **more):
-        base = [*TINY, *ON_GPU, f"data.path={pictures}", f"output_dir={folder / (output or name)}"]
+        base = [*TINY, *ON_GPU, f"data.path={image_folder}", f"output_dir={folder / (output or name)}"]
         return {"name": name, "script": script, "overrides": [*base, *overrides], **more}
 
     first, second = [], []

@@ -30,20 +30,20 @@ ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 @pytest.fixture(scope="module")
-def runs(pictures, tmp_path_factory):
+def runs(image_folder, tmp_path_factory):
     """A function: number of GPUs -> (outcomes, folder)."""
 
     @started_once
     def start(nproc):
         folder = tmp_path_factory.mktemp(f"gpus_{nproc}")
-        return run_tasks(_tasks(nproc, pictures, folder), nproc=nproc, folder=folder, timeout=400, strict=False), folder
+        return run_tasks(_tasks(nproc, image_folder, folder), nproc=nproc, folder=folder, timeout=400, strict=False), folder
 
     return start
 
 
-def _tasks(nproc, pictures, folder):
+def _tasks(nproc, image_folder, folder):
     def task(name, script, *overrides, output=None, **more):
-        base = [*TINY, *ON_GPU, f"data.path={pictures}", f"output_dir={folder / (output or name)}"]
+        base = [*TINY, *ON_GPU, f"data.path={image_folder}", f"output_dir={folder / (output or name)}"]
         return {"name": name, "script": script, "overrides": [*base, *overrides], **more}
 
     tasks = []

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """Pictures as photographs have them, of several kinds: JPEGs of all subsamplings, grey ones, CMYK, PNG, WebP."""
+    """Images as photographs have them, of several kinds: JPEGs of all subsamplings, grey ones, CMYK, PNG, WebP."""
     root, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
     for split, i in itertools.product(("train", "val"), range(36)):
         width, height = rng.integers(180, 600, 2).tolist()
@@ -60,7 +60,7 @@ def test_nvjpegs_pixels_are_the_cpus(photos, in_chans, interpolation):
     assert torch.equal(labels, found_labels)
     assert (found.dtype, found.shape) == (torch.uint8, want.shape)
     difference = (found.int() - want.int()).abs().float()
-    print(f"in_chans={in_chans} {interpolation}: mean {difference.mean():.3f}, worst picture", end=" ")
+    print(f"in_chans={in_chans} {interpolation}: mean {difference.mean():.3f}, worst image", end=" ")
     print(f"{difference.mean(dim=(1, 2, 3)).max():.3f}, worst value {difference.max():.0f}")
     assert difference.mean() < 1
     assert difference.mean(dim=(1, 2, 3)).max() < 2.5

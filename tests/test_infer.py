@@ -20,24 +20,24 @@ import schema
 
 
 @pytest.fixture(scope="module")
-def run(pictures, tmp_path_factory):
-    """A run of six steps on `pictures`; its folder."""
+def run(image_folder, tmp_path_factory):
+    """A run of six steps on `images`; its folder."""
     folder = tmp_path_factory.mktemp("run")
     done = run_command(
-        [ROOT / "train_ddp.py", *TINY, f"data.path={pictures}", f"output_dir={folder}", "evaluation.every_n_steps=6"]
+        [ROOT / "train_ddp.py", *TINY, f"data.path={image_folder}", f"output_dir={folder}", "evaluation.every_n_steps=6"]
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return folder
 
 
-def test_evaluation_is_the_runs_own(run, pictures, tmp_path, capsys):
+def test_evaluation_is_the_runs_own(run, image_folder, tmp_path, capsys):
     """From the checkpoint by two processes, and from the exported model by one, in batches that do not divide 23."""
     want = read_metrics(run)[6]
-    counts = {path.name: len(list(path.iterdir())) for path in (pictures / "val").iterdir()}
+    counts = {path.name: len(list(path.iterdir())) for path in (image_folder / "val").iterdir()}
     for model, nproc in ((run / "checkpoints", 2), (run / "checkpoints/final_model", None)):
         output = tmp_path / f"{nproc}.json"
         options = ["--batch-size", 4, "--workers", 1, "--per-class", "--output", output]
-        arguments = [*map(str, (model, pictures / "val", *options))]
+        arguments = [*map(str, (model, image_folder / "val", *options))]
         if nproc is None:
             evaluate.main(arguments)
             printed = capsys.readouterr().out
@@ -52,15 +52,15 @@ def test_evaluation_is_the_runs_own(run, pictures, tmp_path, capsys):
         assert {name: row["images"] for name, row in found["classes"].items()} == counts
         hits = sum(row["top1"] * row["images"] for row in found["classes"].values())
         assert hits / 23 == pytest.approx(want["val/top1"])
-        assert f"23 pictures, top-1 {want['val/top1']:.4f}" in printed
+        assert f"23 images, top-1 {want['val/top1']:.4f}" in printed
 
 
-def test_evaluation_goes_by_class_names_and_names_what_is_wrong(run, pictures, tmp_path, capsys):
-    shutil.copytree(pictures / "val/class_e", tmp_path / "some/class_e")  # the fifth, alone
+def test_evaluation_goes_by_class_names_and_names_what_is_wrong(run, image_folder, tmp_path, capsys):
+    shutil.copytree(image_folder / "val/class_e", tmp_path / "some/class_e")  # the fifth, alone
     arguments = [str(run / "checkpoints"), str(tmp_path / "some"), "--workers", "0", "--per-class"]
     evaluate.main(arguments)
     assert capsys.readouterr().out.splitlines()[-1].endswith("class_e")
-    shutil.copytree(pictures / "val/class_e", tmp_path / "some/stranger")
+    shutil.copytree(image_folder / "val/class_e", tmp_path / "some/stranger")
     with pytest.raises(SystemExit) as caught:
         evaluate.main(arguments)
     assert caught.value.code == 2
@@ -68,15 +68,15 @@ def test_evaluation_goes_by_class_names_and_names_what_is_wrong(run, pictures, t
     assert "some/stranger is a class that the training folder does not have" in line
 
 
-def test_answers_are_timms(run, pictures, tmp_path, capsys):
+def test_answers_are_timms(run, image_folder, tmp_path, capsys):
     """Probabilities from timm's own model and transform; files of every kind; those that cannot be read are named."""
     folder = tmp_path / "mixed"
     folder.mkdir()
-    for i, path in enumerate(sorted((pictures / "val").rglob("*.jpg"))[:5]):
+    for i, path in enumerate(sorted((image_folder / "val").rglob("*.jpg"))[:5]):
         shutil.copy(path, folder / f"{i}.jpg")
     Image.new("RGBA", (40, 30), (200, 100, 50, 128)).save(folder / "6.png")
     Image.new("CMYK", (40, 30), (0, 200, 100, 0)).save(folder / "7.jpg")
-    (folder / "8.jpg").write_bytes(b"no picture")
+    (folder / "8.jpg").write_bytes(b"no image")
     (folder / "readme.txt").write_text("not asked for")
     model = run / "checkpoints/final_model"
     options = ["--json", tmp_path / "answers.json", "--sheet", tmp_path / "sheet.png", "--batch-size", 3, "--top", 6]
@@ -84,7 +84,7 @@ def test_answers_are_timms(run, pictures, tmp_path, capsys):
         infer.main([*map(str, (model, folder, *options, "--device", "cpu"))])
     assert caught.value.code == 1
     printed, errors = capsys.readouterr()
-    assert errors.splitlines() == [f"error: cannot read {folder}/8.jpg: not a picture of a known format"]
+    assert errors.splitlines() == [f"error: cannot read {folder}/8.jpg: not an image of a known format"]
     answers = json.loads((tmp_path / "answers.json").read_text())
     assert [answer["file"] for answer in answers] == [
         f"{folder}/{name}" for name in ("0.jpg", "1.jpg", "2.jpg", "3.jpg", "4.jpg", "6.png", "7.jpg")
@@ -104,17 +104,17 @@ def test_answers_are_timms(run, pictures, tmp_path, capsys):
     assert sheet.height > 2 * 224
 
 
-def test_a_checkpoint_answers_as_its_export(run, pictures):
+def test_a_checkpoint_answers_as_its_export(run, image_folder):
     (model, config), (other, _) = (infer.load_model(run / "checkpoints" / name) for name in ("final_model", "."))
-    image = infer.Reader(model, config)(next((pictures / "val").rglob("*.jpg")).read_bytes())[None]
+    image = infer.Reader(model, config)(next((image_folder / "val").rglob("*.jpg")).read_bytes())[None]
     assert torch.equal(model(image), other(image))
 
 
-@pytest.mark.parametrize("what", ["no model", "no pictures"])
+@pytest.mark.parametrize("what", ["no model", "no images"])
 def test_mistakes_are_one_line(run, tmp_path, what):
     (tmp_path / "empty").mkdir()
     model = tmp_path / "empty" if what == "no model" else run / "checkpoints/final_model"
-    with pytest.raises(schema.ConfigError, match="no model of ours" if what == "no model" else "holds no pictures"):
+    with pytest.raises(schema.ConfigError, match="no model of ours" if what == "no model" else "holds no images"):
         infer.load_model(model) and list(infer.find([tmp_path / "empty"]))
     with pytest.raises(schema.ConfigError, match=r"gone.jpg is not there"):
         list(infer.find([tmp_path / "gone.jpg"]))

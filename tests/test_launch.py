@@ -15,12 +15,12 @@ from conftest import ROOT, read_metrics, run_command
 
 
 @pytest.fixture(scope="module")
-def piped(pictures, tmp_path_factory):
+def piped(image_folder, tmp_path_factory):
     """One run of two processes started from another folder with relative paths, its output in pipes; done twice."""
     from conftest import TINY
 
     home = tmp_path_factory.mktemp("elsewhere")
-    (home / "tiny").symlink_to(pictures)
+    (home / "tiny").symlink_to(image_folder)
     overrides = [*TINY, "data.path=./tiny", "output_dir=out", "evaluation.every_n_steps=3"]
     first = run_command([ROOT / "train_ddp.py", *overrides, "num_train_steps=3"], nproc=2, cwd=home)
     second = run_command([ROOT / "train_ddp.py", *overrides], nproc=2, cwd=home)

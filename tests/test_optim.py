@@ -217,20 +217,20 @@ def test_average_is_timms(use_warmup):
 
 
 @pytest.fixture(scope="module")
-def runs(pictures, tmp_path_factory):
+def runs(image_folder, tmp_path_factory):
     """A function without a use for its argument -> (outcomes, folder)."""
 
     @started_once
     def start(_):
         folder = tmp_path_factory.mktemp("optim")
-        return run_tasks(_tasks(pictures, folder), nproc=2, folder=folder), folder
+        return run_tasks(_tasks(image_folder, folder), nproc=2, folder=folder), folder
 
     return start
 
 
-def _tasks(pictures, folder):
+def _tasks(image_folder, folder):
     def task(name, script, *overrides, output=None, **more):
-        base = [*TINY, f"data.path={pictures}", f"output_dir={folder / (output or name)}"]
+        base = [*TINY, f"data.path={image_folder}", f"output_dir={folder / (output or name)}"]
         return {"name": name, "script": script, "overrides": [*base, *overrides], **more}
 
     tasks = []
@@ -275,9 +275,9 @@ def _tasks(pictures, folder):
     return tasks
 
 
-def torch_loop(pictures, name, *, ema=False):
+def torch_loop(image_folder, name, *, ema=False):
     """Losses, final weights, averages and validation losses of six steps by torch's own optimizer, or by timm's."""
-    cfg = load_config(f"data.path={pictures}", *OPTIMIZERS.get(name, ()), *(EMA if ema else ()))
+    cfg = load_config(f"data.path={image_folder}", *OPTIMIZERS.get(name, ()), *(EMA if ema else ()))
     model = VisionTransformer(cfg.model)
     model.init_weights(cfg.seed)
     options = cfg.optimizer
@@ -332,10 +332,10 @@ def torch_loop(pictures, name, *, ema=False):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_equal_their_reference(runs, pictures, name, script):
+def test_optimizers_equal_their_reference(runs, image_folder, name, script):
     """Two ranks, weights whole and cut in two: LAMB's norms and Muon's matrices are whole, the gradient is the mean."""
     _, folder = runs(0)
-    losses, final, _, _ = torch_loop(pictures, name)
+    losses, final, _, _ = torch_loop(image_folder, name)
     assert column(folder, f"{name}-{script}", "train/loss") == pytest.approx(losses, abs=1e-5)
     # Muon rounds its updates to bfloat16, and where sums differ in their last bits some of them to the next value.
     assert_same(weights(folder, f"{name}-{script}"), final, 1e-4 if name == "muon" else 2e-5)
@@ -372,10 +372,10 @@ def stored(folder, name, step, part):
 
 
 @pytest.mark.parametrize("name", ["ema-train_ddp", "ema-train_fsdp2", "ema-zero2"])
-def test_averages_equal_timms(runs, pictures, name):
+def test_averages_equal_timms(runs, image_folder, name):
     """C19: saved, evaluated beside the weights, which are untouched by it, and exported."""
     _, folder = runs(0)
-    _, _, average, validation = torch_loop(pictures, "plain", ema=True)
+    _, _, average, validation = torch_loop(image_folder, "plain", ema=True)
     assert_same(stored(folder, name, 6, "ema"), average, 2e-5)
     assert column(folder, name, "val/ema_loss") == pytest.approx(validation, abs=1e-5)
     assert all(value is not None for value in column(folder, name, "val/ema_top1"))

@@ -45,11 +45,11 @@ LIFE = [
 ]
 
 
-def _live(scripts, pictures, folder, *overrides):
+def _live(scripts, image_folder, folder, *overrides):
     """Of all scripts, in one set of two processes: a run straight, and one that is stopped again and again."""
     tasks = []
     for script in scripts:
-        base = [*TINY, f"data.path={pictures}", "evaluation.every_n_steps=3", "checkpoint.save_every_n_steps=6"]
+        base = [*TINY, f"data.path={image_folder}", "evaluation.every_n_steps=3", "checkpoint.save_every_n_steps=6"]
         base += ["lr_scheduler.num_training_steps=9", "evaluation.best_metric=val/loss", "optimizer.lr=1e-4"]
         base += ["micro_batch_size=3", *overrides]
         straight = [*base, "num_train_steps=9", f"output_dir={folder / script}-straight"]
@@ -63,16 +63,16 @@ def _live(scripts, pictures, folder, *overrides):
 
 
 @pytest.fixture(scope="module")
-def lives(pictures, tmp_path_factory):
+def lives(image_folder, tmp_path_factory):
     """A function: on the CPU or on two GPUs -> (outcomes, folder)."""
 
     @started_once
     def start(place):
         folder = tmp_path_factory.mktemp(f"lives_{place}")
         if place == "cpu":
-            return _live(SCRIPTS, pictures, folder)
+            return _live(SCRIPTS, image_folder, folder)
         small = [item for item in ON_GPU if not item.startswith(("global_batch_size", "evaluation"))]
-        return _live((*SCRIPTS, "train_mfsdp"), pictures, folder, *small, "data.num_workers=2")
+        return _live((*SCRIPTS, "train_mfsdp"), image_folder, folder, *small, "data.num_workers=2")
 
     return start
 
@@ -150,9 +150,9 @@ def test_a_worker_ends_by_its_rank_and_by_nobody_else():
     assert worker.exitcode == 0
 
 
-def test_signals_from_the_first_line_on(pictures, tmp_path):
+def test_signals_from_the_first_line_on(image_folder, tmp_path):
     """Plain python: before torch is imported, to the process and its children; nothing is lost, the code is 0."""
-    overrides = [*TINY, f"data.path={pictures}", f"output_dir={tmp_path / 'run'}", "data.num_workers=1"]
+    overrides = [*TINY, f"data.path={image_folder}", f"output_dir={tmp_path / 'run'}", "data.num_workers=1"]
     process = subprocess.Popen([sys.executable, "train_ddp.py", *overrides], cwd=ROOT, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
     # Bit 9 of the caught signals is SIGUSR1: launch.py listens.
@@ -192,21 +192,21 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 @pytest.fixture(scope="module")
-def straight(pictures, tmp_path_factory):
+def straight(image_folder, tmp_path_factory):
     """A function: script -> the folder of a run of two processes that nobody disturbs."""
 
     def start(script):
         folder = tmp_path_factory.mktemp(script)
-        done = run_command([f"{script}.py", *long_run(pictures, folder)], nproc=2)
+        done = run_command([f"{script}.py", *long_run(image_folder, folder)], nproc=2)
         assert done.returncode == 0, done.stderr
         return folder
 
     return started_once(start)
 
 
-def long_run(pictures, folder):
+def long_run(image_folder, folder):
     more = ["num_train_steps=300", "checkpoint.save_every_n_steps=20", "data.num_workers=1"]
-    return [*TINY, f"data.path={pictures}", f"output_dir={folder / 'run'}", *more]
+    return [*TINY, f"data.path={image_folder}", f"output_dir={folder / 'run'}", *more]
 
 
 def environment(**more):
@@ -245,12 +245,12 @@ def assert_identical(folder, other):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "rank"), [("train_ddp", 0), ("train_fsdp2", 1)])
-def test_a_killed_rank_restarts_the_job(straight, pictures, tmp_path, script, rank):
+def test_a_killed_rank_restarts_the_job(straight, image_folder, tmp_path, script, rank):
     """R01: torchrun --max-restarts 1; the second attempt goes on from the last checkpoint."""
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", f"{script}.py"]
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
-            [*command, *long_run(pictures, tmp_path)], cwd=ROOT, env=environment(), stdout=log, stderr=log
+            [*command, *long_run(image_folder, tmp_path)], cwd=ROOT, env=environment(), stdout=log, stderr=log
         )
     reached(tmp_path, 50, [process])
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
@@ -262,7 +262,7 @@ def test_a_killed_rank_restarts_the_job(straight, pictures, tmp_path, script, ra
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "signalled"), [("train_ddp", 1), ("train_fsdp2", 0)])
-def test_two_nodes_on_one_machine(straight, pictures, tmp_path, script, signalled):
+def test_two_nodes_on_one_machine(straight, image_folder, tmp_path, script, signalled):
     """Two torchruns, a rank each: one torchrun gets SIGTERM, all stop; the same two commands then go to the end."""
 
     def start(port):
@@ -271,7 +271,7 @@ def test_two_nodes_on_one_machine(straight, pictures, tmp_path, script, signalle
             rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", str(port)]
             command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *rendezvous, f"{script}.py"]
             with open(tmp_path / f"log-{node}-{port}", "w") as log:
-                arguments = [*command, *long_run(pictures, tmp_path)]
+                arguments = [*command, *long_run(image_folder, tmp_path)]
                 processes.append(subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=log, stderr=log))
         return processes
 

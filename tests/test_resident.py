@@ -1,4 +1,4 @@
-"""Pictures kept in the device's memory, against the loader's own path: the same draws, pixels alike up to rounding."""
+"""Images kept in the device's memory, against the loader's own path: the same draws, pixels alike up to rounding."""
 
 import launch
 
@@ -22,7 +22,7 @@ POLICIES += ["v0", "v0r", "3a"]
 
 
 def smooth(n, height=30, width=36, channels=3):
-    """A picture of many colours, uint8 (C, Y, X)."""
+    """An image of many colours, uint8 (C, Y, X)."""
     values = torch.rand(1, channels, 6, 5, generator=torch.Generator().manual_seed(n))
     values = torch.nn.functional.interpolate(values, (height, width), mode="bicubic")[0].clamp(0.05, 0.9)
     return (values * 255).to(torch.uint8)
@@ -33,7 +33,7 @@ ALONE = {"rank": 0, "world_size": 1, "start_step": 0}
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """40 pictures of 36 x 30 pixels, in four classes, without loss."""
+    """40 images of 36 x 30 pixels, in four classes, without loss."""
     root = tmp_path_factory.mktemp("small")
     for n in range(40):
         for split in ("train", "val"):
@@ -177,7 +177,7 @@ def test_every_layer_of_operations_meets_the_same_layout(small, policy):
     assert len(set(layouts)) == 1
 
 
-def test_processes_that_read_the_pictures_end_with_it(small):
+def test_processes_that_read_the_images_end_with_it(small):
     loader, _ = loaders_of(config(small, "data.resident=true", "data.num_workers=2"), **ALONE)
     batches = iter(loader)
     next(batches)
@@ -199,7 +199,7 @@ def test_validation_reads_once_and_gives_what_the_loader_gives(small):
     assert all(a is b for a, b in zip(first, second, strict=True))
 
 
-def test_pictures_of_two_sizes_are_refused_by_name(small, tmp_path):
+def test_images_of_two_sizes_are_refused_by_name(small, tmp_path):
     for split in ("train", "val"):
         (tmp_path / split).mkdir()
         for folder in (small / split).iterdir():
@@ -210,7 +210,7 @@ def test_pictures_of_two_sizes_are_refused_by_name(small, tmp_path):
         batches(tmp_path, *OFF)
 
 
-def test_damaged_pictures_are_named(small, tmp_path):
+def test_damaged_images_are_named(small, tmp_path):
     for split in ("train", "val"):
         (tmp_path / split / "class0").mkdir(parents=True)
         for n in range(40):

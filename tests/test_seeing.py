@@ -42,12 +42,12 @@ FAILURES = ("import raises", "init raises", "log raises", "summary raises", "fin
 
 
 @pytest.fixture(scope="module")
-def runs(pictures, tmp_path_factory):
+def runs(image_folder, tmp_path_factory):
     """(outcomes of all tasks, folder)."""
     folder = tmp_path_factory.mktemp("seeing")
 
     def task(name, *overrides, script="train_ddp", output=None, **more):
-        base = [*TINY, f"data.path={pictures}", f"output_dir={folder / (output or name)}"]
+        base = [*TINY, f"data.path={image_folder}", f"output_dir={folder / (output or name)}"]
         return {"name": name, "script": script, "overrides": [*base, *overrides], **more}
 
     often = ["evaluation.every_n_steps=2", "checkpoint.save_every_n_steps=2", "checkpoint.max_checkpoints=null"]
@@ -321,7 +321,7 @@ def test_small_shared_memory_is_warned_of(monkeypatch, caplog, tmp_path, free, w
     """D14: Docker's 64 MiB, 8 loader processes, 384 px."""
     sizes = ["model.img_size=384", "model.patch_size=16", "model.in_chans=3", "data=synthetic", "data.num_workers=8"]
     cfg = launch.load_config("L0_sanity", [*sizes, "global_batch_size=64", "num_train_steps=2", "micro_batch_size=16"])
-    # 2 ranks, 2 loaders of 8 processes that each work 2 batches ahead, 16 pictures of 3 bytes a pixel.
+    # 2 ranks, 2 loaders of 8 processes that each work 2 batches ahead, 16 images of 3 bytes a pixel.
     needed = 2 * 2 * 8 * 2 * 16 * 3 * 384 * 384
     assert shared_memory.needed(cfg, world_size=2, ranks_here=2) == needed
     loaders = loaders_of(cfg, rank=0, world_size=2, start_step=0)
@@ -403,7 +403,7 @@ def test_a_profile_that_cannot_be_is_refused(monkeypatch, overrides, fragments):
 
 @pytest.fixture(scope="module")
 def reported(runs, tmp_path_factory):
-    """A function: runs' folders -> (table as a list of rows, picture)."""
+    """A function: runs' folders -> (table as a list of rows, image)."""
     _, folder = runs
 
     @functools.cache
@@ -421,9 +421,9 @@ def reported(runs, tmp_path_factory):
     return make
 
 
-def test_a_report_has_a_table_and_a_picture(reported, runs):
+def test_a_report_has_a_table_and_a_image(reported, runs):
     _, folder = runs
-    table, picture = reported("board", "quiet")
+    table, image = reported("board", "quiet")
     assert table[0] == ["", "board", "quiet"]
     facts = {row[0]: row[1:] for row in table}
     rows = read_metrics(folder / "board")
@@ -435,7 +435,7 @@ def test_a_report_has_a_table_and_a_picture(reported, runs):
     rates = [rows[step]["train/images_per_second"] for step in range(2, 9)]  # not step 1's, which is the start
     assert facts["images/s, median"][0] == f"{sorted(rates)[3]:,.0f}"
     assert "MFU, median" not in facts  # on a CPU
-    colours = {tuple(colour) for colour in picture.reshape(-1, 3)}
+    colours = {tuple(colour) for colour in image.reshape(-1, 3)}
     assert {(31, 119, 180), (255, 127, 14)} <= colours  # a line of each run, in the first two of matplotlib's colours
 
 
@@ -449,7 +449,7 @@ def test_a_report_takes_the_later_line_and_leaves_a_torn_one(tmp_path):
     read = report.read(run)
     assert read.curve("train/loss") == ([1, 2, 3, 4], [5, 4, 3, 2])
     assert "| state | running, step 4 |" in report.table([read])  # of a config that says little, too
-    report.draw([read], tmp_path / "picture.png")
+    report.draw([read], tmp_path / "image.png")
 
 
 def test_a_report_of_no_run_is_one_line(tmp_path, monkeypatch):
@@ -640,11 +640,11 @@ def test_notices_name_whose_work_is_used():
 
 
 @pytest.mark.gpu
-def test_gpu_metrics_profiles_and_doctor(pictures, tmp_path):
+def test_gpu_metrics_profiles_and_doctor(image_folder, tmp_path):
     from conftest import ON_GPU
 
     wanted = ["profiler.trace=true", "profiler.memory_snapshot=true", "profiler.first_step=3", "profiler.num_steps=2"]
-    base = [*TINY, *ON_GPU, *wanted, f"data.path={pictures}", f"output_dir={tmp_path / 'run'}", "num_train_steps=6"]
+    base = [*TINY, *ON_GPU, *wanted, f"data.path={image_folder}", f"output_dir={tmp_path / 'run'}", "num_train_steps=6"]
     tasks = [
         {"name": "run", "script": "train_fsdp2", "overrides": base},
         {"name": "doctor", "script": "train_fsdp2", "overrides": base, "call": "doctor"},

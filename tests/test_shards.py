@@ -89,7 +89,7 @@ def tar_of(file, entries):
 
 
 def sample(key, label, size=700):
-    """A picture and its label as entries; a picture's bytes are those of its key, over and over."""
+    """An image and its label as entries; an image's bytes are those of its key, over and over."""
     return [(f"{key}.jpg", content(key, size)), (f"{key}.cls", str(label).encode())]
 
 
@@ -118,10 +118,10 @@ def keys(found):
 
 
 @pytest.fixture(scope="module")
-def made(pictures, tmp_path_factory):
-    """The shards of conftest's pictures, 7 samples each."""
+def made(image_folder, tmp_path_factory):
+    """The shards of conftest's images, 7 samples each."""
     target = tmp_path_factory.mktemp("made")
-    assert run(make_shards, pictures, target, "--samples-per-shard", 7) == 0
+    assert run(make_shards, image_folder, target, "--samples-per-shard", 7) == 0
     return target
 
 
@@ -129,8 +129,8 @@ def made(pictures, tmp_path_factory):
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_shards_hold_the_folder_s_pictures_once_each_under_torchvision_s_labels(made, pictures, split):
-    folder, found = ImageFolder(pictures / split), tar_shards.load(str(made), split, "raise")
+def test_shards_hold_the_folder_s_images_once_each_under_torchvision_s_labels(made, image_folder, split):
+    folder, found = ImageFolder(image_folder / split), tar_shards.load(str(made), split, "raise")
     want = sorted((Path(file).read_bytes(), label) for file, label in folder.samples)
     assert sorted((found.read(i), int(found.labels[i])) for i in range(len(found))) == want
     assert found.classes == tuple(folder.classes)
@@ -142,17 +142,17 @@ def test_shards_hold_the_folder_s_pictures_once_each_under_torchvision_s_labels(
     assert len(set(found.labels[:7])) > 3  # shuffled: the folder begins with one class
 
 
-def test_the_same_pictures_give_the_same_bytes_and_another_seed_another_order(made, pictures, tmp_path):
-    assert run(make_shards, pictures, tmp_path / "again", "--samples-per-shard", 7, "--workers", 1) == 0
+def test_the_same_images_give_the_same_bytes_and_another_seed_another_order(made, image_folder, tmp_path):
+    assert run(make_shards, image_folder, tmp_path / "again", "--samples-per-shard", 7, "--workers", 1) == 0
     assert files_of(tmp_path / "again") == files_of(made)
-    assert run(make_shards, pictures, tmp_path / "other", "--samples-per-shard", 7, "--seed", 1) == 0
+    assert run(make_shards, image_folder, tmp_path / "other", "--samples-per-shard", 7, "--seed", 1) == 0
     found, other = (tar_shards.load(str(path), "train", "raise") for path in (made, tmp_path / "other"))
     assert sorted(keys(found)) == sorted(keys(other))
     assert keys(found) != keys(other)
 
 
-def test_size_by_megabytes(pictures, tmp_path):
-    assert run(make_shards, pictures, tmp_path, "--megabytes-per-shard", "0.01") == 0
+def test_size_by_megabytes(image_folder, tmp_path):
+    assert run(make_shards, image_folder, tmp_path, "--megabytes-per-shard", "0.01") == 0
     found = tar_shards.load(str(tmp_path), "train", "raise")
     assert len(found) == 60
     sizes = [len(found.read(i)) for i in range(60)]
@@ -167,25 +167,25 @@ def test_keys_follow_webdataset_s_rule_and_are_unique():
     assert ["".join(key) for key in make_shards.keys_of(names)] == want
 
 
-def test_what_does_not_fit_what_is_there_is_refused(made, pictures, tmp_path, capsys):
+def test_what_does_not_fit_what_is_there_is_refused(made, image_folder, tmp_path, capsys):
     target = tmp_path / "copy"
     shutil.copytree(made, target)
     before = files_of(target)
     for options in (["--seed", "5"], ["--samples-per-shard", "8"], []):
-        assert run(make_shards, pictures, target, *options) == 2
-        assert "train.plan.json is of other pictures" in capsys.readouterr().err
+        assert run(make_shards, image_folder, target, *options) == 2
+        assert "train.plan.json is of other images" in capsys.readouterr().err
     (target / "classes.txt").write_text("another\n")
-    assert run(make_shards, pictures, target, "--samples-per-shard", 7) == 2
-    assert "classes.txt is of other pictures, classes" in capsys.readouterr().err
+    assert run(make_shards, image_folder, target, "--samples-per-shard", 7) == 2
+    assert "classes.txt is of other images, classes" in capsys.readouterr().err
     (target / "classes.txt").write_bytes(before["classes.txt"])
-    assert run(make_shards, pictures, target, "--samples-per-shard", 7) == 0  # all there already
+    assert run(make_shards, image_folder, target, "--samples-per-shard", 7) == 0  # all there already
     assert files_of(target) == before
     with open(target / ".make_shards.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert run(make_shards, pictures, target, "--samples-per-shard", 7) == 2
+        assert run(make_shards, image_folder, target, "--samples-per-shard", 7) == 2
         assert "another process makes shards in" in capsys.readouterr().err
     simple(tmp_path / "foreign", [2])
-    assert run(make_shards, pictures, tmp_path / "foreign") == 2
+    assert run(make_shards, image_folder, tmp_path / "foreign") == 2
     assert "shards that this tool did not make" in capsys.readouterr().err
 
 
@@ -231,7 +231,7 @@ def test_a_killed_make_shards_goes_on_and_ends_with_the_same_bytes(many, tmp_pat
     assert {file: file.stat().st_ino for file in whole} == whole  # kept, not written again
 
 
-def test_a_picture_that_cannot_be_read_stops_make_shards_by_name_and_a_second_run_mends_it(many, tmp_path, capsys):
+def test_a_image_that_cannot_be_read_stops_make_shards_by_name_and_a_second_run_mends_it(many, tmp_path, capsys):
     source = tmp_path / "source"
     shutil.copytree(many, source)
     make_shards.scan(str(source), "train")
@@ -301,7 +301,7 @@ def test_entries_that_are_no_samples_are_left_alone(tmp_path):
         ("b.CLS", b" 1\n"),
         ("c.cls", b"0"),
         ("c.jpg", b"p"),
-        ("b.PNG", b"picture"),
+        ("b.PNG", b"image"),
     ]
     tar_of(tmp_path / "train/0.tar", entries)
     tar_of(tmp_path / "train/._0.tar", [])
@@ -310,8 +310,8 @@ def test_entries_that_are_no_samples_are_left_alone(tmp_path):
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
     found = tar_shards.load(str(tmp_path), "train", "raise")
-    assert keys(found) == ["./d.1/a", "c", "b"]  # in the order of the pictures
-    assert [found.read(i) for i in range(3)] == [content("./d.1/a"), b"p", b"picture"]
+    assert keys(found) == ["./d.1/a", "c", "b"]  # in the order of the images
+    assert [found.read(i) for i in range(3)] == [content("./d.1/a"), b"p", b"image"]
     assert found.labels.tolist() == [0, 0, 1]
     assert found.skipped == {tar_shards.STRAY: 2}
 
@@ -354,7 +354,7 @@ WHOLE = [
     *sample("a", 0),
     *sample("b", 1),
     *sample("c", 2),
-]  # 700 bytes of picture each, 4 blocks: a header, 2, a header
+]  # 700 bytes of image each, 4 blocks: a header, 2, a header
 
 
 def cut(at):
@@ -377,7 +377,7 @@ def entries(*parts):
 
 # What is wrong, how to make it, what the message names, the kind that is counted, the keys that are left
 DAMAGE = {
-    "cut within a picture": (cut(lambda at: at[2] + 300), "ends within b.jpg", tar_shards.CUT, "a"),
+    "cut within an image": (cut(lambda at: at[2] + 300), "ends within b.jpg", tar_shards.CUT, "a"),
     "cut within a header": (cut(lambda at: at[4] - 200), "is cut off after b.cls", tar_shards.CUT, "ab"),
     "cut between files": (cut(lambda at: at[4] - 512), "is cut off after b.cls", tar_shards.CUT, "ab"),
     "cut before the end mark": (cut(lambda at: at[5] + 512), "is cut off after c.cls", tar_shards.CUT, "abc"),
@@ -395,14 +395,14 @@ DAMAGE = {
         tar_shards.CUT,
         "",
     ),
-    "no label": (entries(("x.jpg", b"picture")), "x has no label, x.cls", tar_shards.NO_LABEL, "abd"),
+    "no label": (entries(("x.jpg", b"image")), "x has no label, x.cls", tar_shards.NO_LABEL, "abd"),
     "label in json": (
         entries(("x.jpg", b"p"), ("x.json", b'{"label": 1}')),
         "x has no label",
         tar_shards.NO_LABEL,
         "abd",
     ),
-    "no picture": (entries(("x.cls", b"1")), "x has no picture", tar_shards.NO_PICTURE, "abd"),
+    "no image": (entries(("x.cls", b"1")), "x has no image", tar_shards.NO_IMAGE, "abd"),
     "label a name": (entries(("x.jpg", b"p"), ("x.cls", b"cat")), "x.cls holds b'cat'", tar_shards.NOT_A_NUMBER, "abd"),
     "label empty": (entries(("x.jpg", b"p"), ("x.cls", b"")), "x.cls holds b''", tar_shards.NOT_A_NUMBER, "abd"),
     "label negative": (entries(*sample("x", -1)), "x.cls holds b'-1'", tar_shards.NOT_A_NUMBER, "abd"),
@@ -436,14 +436,14 @@ def test_damage_is_named_by_shard_and_key_or_left_out_and_counted(tmp_path, name
     printed = capsys.readouterr().out
     assert f"train: damaged: train/odd.tar: {text}"[:50] in printed
     assert f"train: left out: {{'{kind}': 1}}" in printed
-    assert "val: 1 pictures of 3 classes in 1 shards" in printed
+    assert "val: 1 images of 3 classes in 1 shards" in printed
 
 
 def test_a_shard_that_is_cut_after_it_was_listed_is_noticed(tmp_path):
     simple(tmp_path, [3])
     found = tar_shards.load(str(tmp_path), "train", "raise")
     os.truncate(found.files[0], os.path.getsize(found.files[0]) - 10240)
-    with pytest.raises(OSError, match="the shard ends before the picture does"):
+    with pytest.raises(OSError, match="the shard ends before the image does"):
         found.read(2)
 
 
@@ -772,7 +772,7 @@ def ilsvrc(tmp_path_factory):
 def four_classes(monkeypatch):
     """An ILSVRC2012 of these archives' size."""
     monkeypatch.setattr(prepare_imagenet, "WNIDS", WNIDS)
-    monkeypatch.setattr(prepare_imagenet, "NUM_PICTURES", {"train": sum(TRAIN_COUNTS.values()), "val": NUM_VAL})
+    monkeypatch.setattr(prepare_imagenet, "NUM_IMAGES", {"train": sum(TRAIN_COUNTS.values()), "val": NUM_VAL})
 
 
 @pytest.fixture
@@ -807,8 +807,8 @@ def test_a_killed_preparation_goes_on(ilsvrc, prepared, tmp_path):
     whole = files_of(prepared)
 
     def slowly():  # as a slow disk
-        original = prepare_imagenet.Picture.read
-        prepare_imagenet.Picture.read = lambda *args: (time.sleep(0.01), original(*args))[1]
+        original = prepare_imagenet.Image.read
+        prepare_imagenet.Image.read = lambda *args: (time.sleep(0.01), original(*args))[1]
         run(prepare_imagenet, ilsvrc, target)
 
     process = FORK.Process(target=slowly)
@@ -820,7 +820,7 @@ def test_a_killed_preparation_goes_on(ilsvrc, prepared, tmp_path):
     process.join()
     there = {name: data for name, data in files_of(target).items() if not Path(name).name.startswith(".")}
     assert 12 <= len(there) < len(whole)
-    assert there.items() <= whole.items()  # no part of a picture under a picture's name
+    assert there.items() <= whole.items()  # no part of an image under an image's name
     kept = min(target.rglob("n*.JPEG"))
     before = kept.stat()
     short = max(target.rglob("n*.JPEG"))
@@ -835,14 +835,14 @@ def test_what_is_missing_is_said(ilsvrc, tmp_path, monkeypatch, capsys):
     text = capsys.readouterr().err
     assert len(text.splitlines()) == 1
     assert "train: 4 of 1000 classes, no n01494475, n01496331" in text
-    assert "train: 40 of 1,281,167 pictures" in text
-    assert "val: 11 of 50,000 pictures; val: no ILSVRC2012_val_00000012.JPEG, " in text
+    assert "train: 40 of 1,281,167 images" in text
+    assert "val: 11 of 50,000 images; val: no ILSVRC2012_val_00000012.JPEG, " in text
     assert len(list((tmp_path / "out/train").iterdir())) == 1000  # a label is the same whatever is missing
 
     monkeypatch.setattr(prepare_imagenet, "WNIDS", WNIDS)
     devkit = prepare_imagenet.read_devkit(ilsvrc / prepare_imagenet.DEVKIT)
     assert devkit.num_train == TRAIN_COUNTS
-    found = list(prepare_imagenet.TrainArchive(ilsvrc / prepare_imagenet.TRAIN).pictures(WNIDS[3]))
+    found = list(prepare_imagenet.TrainArchive(ilsvrc / prepare_imagenet.TRAIN).images(WNIDS[3]))
     assert "29 of 30 of n01491361" in " ".join(prepare_imagenet.missing("train", found[:-1], devkit))
     assert run(prepare_imagenet, tmp_path, tmp_path / "out") == 2
     assert "lacks ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit" in capsys.readouterr().err
@@ -923,7 +923,7 @@ def batches(cfg, *, world_size=1, start_step=0):
 
 
 def test_training_stream_is_the_same_for_any_workers_ranks_and_resume(made):
-    """C10: pixels too, over more than three epochs of 60; every sample once an epoch, every val picture once."""
+    """C10: pixels too, over more than three epochs of 60; every sample once an epoch, every val image once."""
     want = list(batches(config(made, "num_train_steps=8")))
     for workers, world_size, start_step in ((1, 1, 0), (3, 2, 0), (0, 3, 3), (1, 2, 5)):
         found = list(
@@ -948,8 +948,8 @@ def test_training_stream_is_the_same_for_any_workers_ranks_and_resume(made):
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])
-def test_a_picture_that_does_not_decode_is_named_by_shard_and_key(made, tmp_path, policy):
-    """D15: the index is right, the picture is not."""
+def test_a_image_that_does_not_decode_is_named_by_shard_and_key(made, tmp_path, policy):
+    """D15: the index is right, the image is not."""
     shutil.copytree(made, tmp_path / "shards")
     found = tar_shards.load(str(tmp_path / "shards"), "train", policy)
     name, offset = found.name(10), found._offsets[10]

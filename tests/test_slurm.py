@@ -164,16 +164,16 @@ def status(folder):
     return json.loads((folder / "status.json").read_text())
 
 
-def overrides(pictures, output_dir):
+def overrides(image_folder, output_dir):
     more = [f"num_train_steps={STEPS}", "evaluation.every_n_steps=50", "data.num_workers=1"]
-    return [*TINY, *more, f"data.path={pictures}", f"output_dir={output_dir}"]
+    return [*TINY, *more, f"data.path={image_folder}", f"output_dir={output_dir}"]
 
 
 @pytest.fixture(scope="module")
-def straight(slurm, pictures, tmp_path_factory):
+def straight(slurm, image_folder, tmp_path_factory):
     """A run of FSDP2 over two nodes that nobody disturbs."""
     folder = tmp_path_factory.mktemp("straight")
-    job = Job(slurm, folder, "train_fsdp2.py", *overrides(pictures, "run"))
+    job = Job(slurm, folder, "train_fsdp2.py", *overrides(image_folder, "run"))
     return job, job.wait()
 
 
@@ -188,9 +188,9 @@ class TestSlurm:
         assert len(re.findall(r"2 processes on", job.log())) == 1
         assert sorted(read_metrics(job.folder / "run")) == list(range(1, STEPS + 1))
 
-    def test_signalled_requeued_and_resumed_leaves_no_trace(self, slurm, straight, pictures, tmp_path):
+    def test_signalled_requeued_and_resumed_leaves_no_trace(self, slurm, straight, image_folder, tmp_path):
         """U06, U03: what Slurm does before the time limit, by scancel; the default folder is the job's name."""
-        arguments = [a for a in overrides(pictures, "") if not a.startswith("output_dir")]
+        arguments = [a for a in overrides(image_folder, "") if not a.startswith("output_dir")]
         job = Job(slurm, tmp_path, "train_fsdp2.py", *arguments, options=["--nodes=2", "--job-name=large"])
         run = tmp_path / "runs/large"
         wait_for("first steps", lambda: (run / "metrics.jsonl").exists() and len(read_metrics(run)) > 5)
@@ -213,9 +213,9 @@ class TestSlurm:
         }
         assert_same(weights(run.parent, run.name), weights(straight[0].folder, "run"))
 
-    def test_time_limit_ends_in_a_requeue(self, slurm, pictures, tmp_path):
+    def test_time_limit_ends_in_a_requeue(self, slurm, image_folder, tmp_path):
         """--signal before a real time limit of one minute; the second start ends by itself."""
-        arguments = [*overrides(pictures, "run"), "num_train_steps=100000", "logger.frequency=50"]
+        arguments = [*overrides(image_folder, "run"), "num_train_steps=100000", "logger.frequency=50"]
         options = ["--nodes=1", "--time=1", "--signal=B:USR1@15"]
         job = Job(slurm, tmp_path, "train_ddp.py", *arguments, options=options)
         wait_for("stop", lambda: "start 0" in job.log(), 150)
@@ -227,10 +227,10 @@ class TestSlurm:
         assert job.wait() == "CANCELLED"
         assert job.field("Restarts") == "1"
 
-    def test_a_failing_job_says_why_first_and_fails(self, slurm, pictures, tmp_path):
-        """X04: one rank meets a file that is no picture; what the other then complains about comes after that."""
-        data = shutil.copytree(pictures, tmp_path / "pictures")
-        min((data / "train/class_a").iterdir()).write_bytes(b"no picture")
+    def test_a_failing_job_says_why_first_and_fails(self, slurm, image_folder, tmp_path):
+        """X04: one rank meets a file that is no image; what the other then complains about comes after that."""
+        data = shutil.copytree(image_folder, tmp_path / "images")
+        min((data / "train/class_a").iterdir()).write_bytes(b"no image")
         started = time.monotonic()
         job = Job(slurm, tmp_path, "train_ddp.py", *overrides(data, "run"))
         assert job.wait() == "FAILED"
@@ -251,21 +251,21 @@ class TestSlurm:
         assert job.field("Restarts") == "0"
         assert len(re.findall("^error: unknown key optimzer.lr", job.log(), re.MULTILINE)) == 1
 
-    def test_srun_without_torchrun_is_one_run_of_all_tasks(self, slurm, straight, pictures, tmp_path):
+    def test_srun_without_torchrun_is_one_run_of_all_tasks(self, slurm, straight, image_folder, tmp_path):
         """Bit for bit the run under torchrun: DDP and FSDP2 agree at two processes."""
         command = ["srun", "--nodes=2", "--ntasks=2", "--time=10", sys.executable, ROOT / "train_ddp.py"]
         env = slurm | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            [*map(str, command), *overrides(pictures, tmp_path / "run")], env=env, capture_output=True, text=True
+            [*map(str, command), *overrides(image_folder, tmp_path / "run")], env=env, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
         assert len(re.findall("2 processes on", done.stderr)) == 1
         assert_same(weights(tmp_path, "run"), weights(straight[0].folder, "run"))
 
-    def test_a_batch_script_without_srun_is_one_process(self, slurm, pictures, tmp_path):
+    def test_a_batch_script_without_srun_is_one_process(self, slurm, image_folder, tmp_path):
         script = tmp_path / "script.sh"
         script.write_text(f'#!/bin/bash\n{sys.executable} {ROOT / "train_ddp.py"} "$@"\n')
-        arguments = [*overrides(pictures, "run"), "num_train_steps=2"]
+        arguments = [*overrides(image_folder, "run"), "num_train_steps=2"]
         job = Job(slurm, tmp_path, *arguments, script=script, options=["--nodes=1", "--ntasks=2"])
         assert job.wait() == "COMPLETED", job.log()
         assert len(re.findall("1 processes on", job.log())) == 1

@@ -33,20 +33,20 @@ def nproc(request):
 
 
 @pytest.fixture(scope="module")
-def runs(pictures, tmp_path_factory):
+def runs(image_folder, tmp_path_factory):
     """A function: world size -> (outcomes of all tasks, folder); each world size is started once."""
 
     @functools.cache
     def start(nproc):
         folder = tmp_path_factory.mktemp(f"world_{nproc}")
-        return run_tasks(_tasks(nproc, pictures, folder), nproc=nproc, folder=folder), folder
+        return run_tasks(_tasks(nproc, image_folder, folder), nproc=nproc, folder=folder), folder
 
     return start
 
 
-def _tasks(nproc, pictures, folder):
+def _tasks(nproc, image_folder, folder):
     def task(name, script, *overrides, output=None, **more):
-        base = [*TINY, f"data.path={pictures}", f"output_dir={folder / (output or name)}"]
+        base = [*TINY, f"data.path={image_folder}", f"output_dir={folder / (output or name)}"]
         return {"name": name, "script": script, "overrides": [*base, *overrides], **more}
 
     regular = ["model.drop_path_rate=0.0"]
@@ -93,9 +93,9 @@ def _tasks(nproc, pictures, folder):
 
 
 @pytest.fixture(scope="module")
-def reference(pictures):
+def reference(image_folder):
     """The run of 20 steps by timm's model and torch's own AdamW, scheduler and clipping, in one process."""
-    cfg = launch.load_config("L0_sanity", [*TINY, f"data.path={pictures}", f"num_train_steps={STEPS}"])
+    cfg = launch.load_config("L0_sanity", [*TINY, f"data.path={image_folder}", f"num_train_steps={STEPS}"])
     ours = VisionTransformer(cfg.model)
     ours.init_weights(cfg.seed)
     model = timm.models.vision_transformer.VisionTransformer(

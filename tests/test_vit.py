@@ -549,7 +549,7 @@ def test_weights_gradients_and_moments_are_float32():
     torch.testing.assert_close(weight, torch.full_like(weight, 0.99), atol=1e-5, rtol=0)
 
 
-# --- sizes of pictures
+# --- sizes of images
 
 
 @pytest.mark.parametrize(
@@ -568,14 +568,14 @@ def test_size_that_patches_do_not_fill_is_refused(overrides, texts):
     assert "\n" not in str(error.value)
 
 
-def test_one_key_sets_the_size_of_model_and_pictures():
+def test_one_key_sets_the_size_of_model_and_images():
     assert load(*keys("img_size=[32,64] patch_size=16")).data.image_size == (32, 64)
     with pytest.raises(schema.ConfigError, match=r"data\.image_size=32"):
         load("data.image_size=32", *keys("img_size=64 patch_size=16"))
 
 
 @pytest.mark.parametrize("size", [(32, 32), (64, 32), (32, 48), (32, 72)])
-def test_picture_of_another_size_is_refused(size):
+def test_image_of_another_size_is_refused(size):
     model = drawn(small("img_size=[32,64]"))
     with pytest.raises(AssertionError, match=r"Input (height|width)"):
         model(torch.zeros(1, 3, *size))

@@ -197,8 +197,8 @@ def test_equal_numbers_of_patches_are_resampled_by_height_and_width(size, grid, 
     assert result["pos_embed"].shape == old.shape
     assert torch.equal(result["pos_embed"][:, :1], old[:, :1])
     assert not torch.allclose(result["pos_embed"][:, 1:], old[:, 1:], atol=0.1)
-    picture = old[0, 1:].T.reshape(1, 24, *grid)  # 1 D Y X
-    expected = torch.nn.functional.interpolate(picture, (4, 4), mode="bicubic", antialias=True).flatten(2).mT
+    image = old[0, 1:].T.reshape(1, 24, *grid)  # 1 D Y X
+    expected = torch.nn.functional.interpolate(image, (4, 4), mode="bicubic", antialias=True).flatten(2).mT
     torch.testing.assert_close(result["pos_embed"][:, 1:], expected, atol=1e-6, rtol=0)
 
 
@@ -694,7 +694,7 @@ def test_outputs_without_a_class_get_a_label(tmp_path):
     assert [labels[i] for i in range(7)] == [*CLASSES[:5], "LABEL_5", "LABEL_6"]
 
 
-def pictures(in_chans, *sizes):
+def make_pil_images(in_chans, *sizes):
     rng = np.random.default_rng(0)
     for height, width in sizes:
         noise = Image.fromarray(rng.integers(0, 256, (9, 7, 3), dtype=np.uint8)).resize((width, height), Image.BICUBIC)
@@ -702,7 +702,7 @@ def pictures(in_chans, *sizes):
 
 
 def both_preprocessings(folder, in_chans=3, **data):
-    """Functions of a picture: our evaluation's pixels, and the exported processor's by the name of its backend."""
+    """Functions of an image: our evaluation's pixels, and the exported processor's by the name of its backend."""
     transformers = pytest.importorskip("transformers")
     step_folder, _ = write_step(folder, small(f"in_chans={in_chans}"), **data)
     weights_out.export_hugging_face(step_folder, folder / "out")
@@ -710,11 +710,11 @@ def both_preprocessings(folder, in_chans=3, **data):
     cfg = config(*overrides, *(f"data.{key}={value}" for key, value in data.items())).data
     mean, std = (torch.tensor(data[key])[:, None, None] for key in ("mean", "std"))
 
-    def theirs(picture, backend):
+    def theirs(image, backend):
         processor = transformers.AutoImageProcessor.from_pretrained(folder / "out", backend=backend)
-        return processor(picture, return_tensors="pt").pixel_values[0]
+        return processor(image, return_tensors="pt").pixel_values[0]
 
-    return lambda picture: (eval_transform(cfg)(picture) / 255 - mean) / std, theirs
+    return lambda image: (eval_transform(cfg)(image) / 255 - mean) / std, theirs
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
@@ -725,19 +725,19 @@ def test_the_image_processor_is_our_evaluation(interpolation, crop_pct, in_chans
     mine, theirs = both_preprocessings(
         tmp_path, in_chans, mean=mean, std=std, interpolation=interpolation, crop_pct=crop_pct
     )
-    for picture in pictures(in_chans, (91, 91), (113, 151), (137, 211), (300, 133), (40, 57)):
-        short, width, height = int(64 / crop_pct), *picture.size
+    for image in make_pil_images(in_chans, (91, 91), (113, 151), (137, 211), (300, 133), (40, 57)):
+        short, width, height = int(64 / crop_pct), *image.size
         if (int(short * max(width, height) / min(width, height)) - 64) % 4 == 3:
             continue  # see the next test
-        torch.testing.assert_close(theirs(picture, "pil"), mine(picture), atol=1e-5, rtol=0)
+        torch.testing.assert_close(theirs(image, "pil"), mine(image), atol=1e-5, rtol=0)
         # Its other arithmetic is up to two grey levels off.
-        torch.testing.assert_close(theirs(picture, "torchvision"), mine(picture), atol=2.1 / 255 / min(std), rtol=0)
+        torch.testing.assert_close(theirs(image, "torchvision"), mine(image), atol=2.1 / 255 / min(std), rtol=0)
 
 
 def test_half_a_pixel_is_cut_off_on_the_other_side(tmp_path):
     mine, theirs = both_preprocessings(tmp_path, mean=MEAN, std=STD, interpolation="bicubic", crop_pct=0.9)
-    (picture,) = pictures(3, (90, 90))  # 71 after resizing, 7 more than the crop
-    torch.testing.assert_close(theirs(picture, "pil")[:, 1:, 1:], mine(picture)[:, :-1, :-1], atol=1e-5, rtol=0)
+    (image,) = make_pil_images(3, (90, 90))  # 71 after resizing, 7 more than the crop
+    torch.testing.assert_close(theirs(image, "pil")[:, 1:, 1:], mine(image)[:, :-1, :-1], atol=1e-5, rtol=0)
 
 
 # --- the tool

@@ -13,7 +13,7 @@ their metrics.jsonl: the whole loss curve, and the median of speed, MFU and memo
 `step` times one GPU's whole step (forward, backward, clipping, AdamW; FP32 weights and moments; noise) for our blocks,
 timm's, and the least that a TransformerEngine block can be, each after its gradients were compared with float32 timm's.
 `save` times how long saves hold up the training, synchronous and asynchronous ones, as a run's log tells it.
-`loader` measures reading pictures: images a second and CPU core for each way of decoding, beside torchvision's
+`loader` measures reading images: images a second and CPU core for each way of decoding, beside torchvision's
 ImageFolder with Pillow and NVIDIA's DALI where it is installed; then images a second that arrive on the device.
 `profile` says where the time of a step goes under one strategy, by kinds of kernels. `plot` draws the loss curves of
 `train`.
@@ -414,14 +414,14 @@ def cpu_seconds(dataset: Any, keys: list[Any], collate: Callable, batch: int) ->
     return (clocks[-1] - clocks[0]) / (len(batches) - 1) / batch  # the first batch warms up
 
 
-def parts_of_a_picture(dataset: Any, keys: list[Any]) -> dict[str, float]:
-    """CPU milliseconds a picture, the best of ten rounds: all of it, and each part alone with what it needs at hand."""
+def parts_of_a_image(dataset: Any, keys: list[Any]) -> dict[str, float]:
+    """CPU milliseconds an image, the best of ten rounds: all of it, and each part alone with what it needs at hand."""
     import torch
 
     import imagenet_dataset as data
     from runtime import seeding
 
-    read, decoder, cfg = dataset.pictures.read, dataset.decoder, dataset.cfg
+    read, decoder, cfg = dataset.images.read, dataset.decoder, dataset.cfg
     files = [read(index) for _, index in keys]
     headers = [decoder.open(file) for file in files]
     images = [decoder.tensor(file) for file in files]
@@ -526,7 +526,7 @@ def loader(args: argparse.Namespace) -> dict[str, Any]:
             )
             for decoder in ("pillow", "torchvision"):
                 cfg = config(chosen, f"data.decoder={decoder}")
-                ours = data.PictureDataset(data.pictures(cfg.data, "train"), cfg, is_train=True)
+                ours = data.ImageDataset(data.list_images(cfg.data, "train"), cfg, is_train=True)
                 keys = list(enumerate(picked))
                 ways[f"ours, {decoder}, {interpolation}"] = functools.partial(
                     cpu_seconds, ours, keys, data._collate, 64
@@ -545,8 +545,8 @@ def loader(args: argparse.Namespace) -> dict[str, Any]:
 
         if args.rounds:
             cfg = config("data.decoder=torchvision")
-            each_once = data.PictureDataset(data.pictures(cfg.data, "val"), cfg, is_train=True)
-            results["parts_ms"] = parts_of_a_picture(each_once, [(i, i) for i in range(len(originals))])
+            each_once = data.ImageDataset(data.list_images(cfg.data, "val"), cfg, is_train=True)
+            results["parts_ms"] = parts_of_a_image(each_once, [(i, i) for i in range(len(originals))])
             print(json.dumps(results["parts_ms"]), flush=True)
 
         for decoder in ("torchvision", "nvjpeg") if torch.cuda.is_available() else ("torchvision",):
@@ -725,7 +725,7 @@ def main() -> None:
     sub.add_argument("--steps", type=int, default=15)
     sub.add_argument("--warmup", type=int, default=6)
     sub.add_argument("--output", type=Path, required=True)
-    sub = commands.add_parser("loader", help="how fast pictures are read")
+    sub = commands.add_parser("loader", help="how fast images are read")
     sub.add_argument("--files", type=Path, required=True, help="a folder of JPEGs")
     sub.add_argument("--repeat", type=int, default=100, help="times that each file stands in the training set")
     sub.add_argument("--rounds", type=int, default=5, help="of the measurement per core; 0 = without it")

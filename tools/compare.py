@@ -69,7 +69,7 @@ def check(cfg: Config) -> None:
     wanted = dict(item.split("=") for item in ONLY.split())
     if cfg.model.implementation == "hf":
         wanted["model.implementation"] = "timm"
-    if pair(cfg.model.img_size) != (side, side):  # timm's evaluation keeps the picture's proportions, ours does not
+    if pair(cfg.model.img_size) != (side, side):  # timm's evaluation keeps the image's proportions, ours does not
         wanted["model.img_size"] = str(side)
     if cfg.micro_batch_size != cfg.global_batch_size:
         wanted["micro_batch_size"] = "null"
@@ -100,18 +100,18 @@ def build_loader(cfg: Config, split: str, device: torch.device) -> Any:
     """Batches of normalised images (B, C, Y, X) and labels (B,), brought to `device` where that is a GPU.
 
     Raises:
-        ConfigError: timm does not find the pictures that the entrypoints find.
+        ConfigError: timm does not find the images that the entrypoints find.
     """
     data, channels, on_cuda = cfg.data, cfg.model.in_chans, device.type == "cuda"
-    found = imagenet_dataset.pictures(data, split)
+    found = imagenet_dataset.images(data, split)
     class_map = {name: label for label, name in enumerate(found.classes)}  # of both splits: val may lack a class
     try:
         dataset = ImageDataset(found.root, class_map=class_map, input_img_mode="L" if channels == 1 else "RGB")
     except RuntimeError as error:  # not one
         raise ConfigError(f"data.path={data.path}: {' '.join(str(error).split())}") from error
     if len(dataset) != len(found):
-        raise ConfigError(f"data.path={data.path}: timm finds {len(dataset)} of the {len(found)} pictures in {split}")
-    dataset._max_retries = 1  # data.on_error=raise: timm would take the next picture
+        raise ConfigError(f"data.path={data.path}: timm finds {len(dataset)} of the {len(found)} images in {split}")
+    dataset._max_retries = 1  # data.on_error=raise: timm would take the next image
     # Pillow 13 refuses the 0 bits of some of timm's policies.
     auto_augment.NAME_TO_OP |= dict.fromkeys(("Posterize", "PosterizeIncreasing"), augment._posterize)
     same = "hflip vflip auto_augment color_jitter interpolation crop_pct num_workers"

@@ -3,7 +3,7 @@
     python tools/evaluate.py runs/demo/checkpoints data/fashion_mnist_demo/val
     torchrun --standalone --nproc-per-node 8 tools/evaluate.py MODEL /data/imagenet/val --per-class --output val.json
 
-MODEL as for infer.py. The pictures' pixels are those of the run's own evaluation, and every picture counts once at any
+MODEL as for infer.py. The images' pixels are those of the run's own evaluation, and every image counts once at any
 number of processes. Classes go by their names: a folder may have some of the model's only.
 """
 
@@ -23,14 +23,14 @@ from torch.utils.data import DataLoader, Dataset
 
 import infer
 from imagenet_dataset import PADDING, EvalSampler
-from input_pipeline.decode import PictureError
+from input_pipeline.decode import ImageError
 from input_pipeline.image_folders import Folder, list_folder
 from observability.metrics import top_k_hits
 from schema import ConfigError
 
 
-class Pictures(Dataset):
-    """Normalised pictures with their labels, by EvalSampler's keys; padding is black and carries no label."""
+class LabelledImages(Dataset):
+    """Normalised images with their labels, by EvalSampler's keys; padding is black and carries no label."""
 
     def __init__(self, folder: Folder, reader: infer.Reader) -> None:
         self.folder, self.reader = folder, reader
@@ -41,7 +41,7 @@ class Pictures(Dataset):
             return torch.zeros(self.reader.shape), PADDING
         try:
             return self.reader(self.folder.read(index)), int(self.folder.labels[index])
-        except PictureError as error:
+        except ImageError as error:
             raise OSError(f"cannot read {self.folder.name(index)}: {error}") from error
 
 
@@ -49,15 +49,15 @@ class Pictures(Dataset):
 def evaluate(
     model: torch.nn.Module, loader: DataLoader, *, num_classes: int, device: torch.device, precision: str
 ) -> torch.Tensor:
-    """(num_classes, 3), float64, summed over all ranks: pictures, top-1 hits and top-5 hits of each class."""
+    """(num_classes, 3), float64, summed over all ranks: images, top-1 hits and top-5 hits of each class."""
     sums = torch.zeros(num_classes, 3, dtype=torch.float64, device=device)
     for images, labels in loader:
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             logits = model(images)
-        is_picture = labels != PADDING
-        labels = labels[is_picture]
-        hits = top_k_hits(logits[is_picture].float(), labels)  # B 2
+        is_image = labels != PADDING
+        labels = labels[is_image]
+        hits = top_k_hits(logits[is_image].float(), labels)  # B 2
         counts = torch.cat([torch.ones_like(labels)[:, None], hits], dim=1).double()
         sums.index_add_(0, labels, counts)
     dist.all_reduce(sums)
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--batch-size", type=int, default=64, help="pictures a process and batch")
+    parser.add_argument("--batch-size", type=int, default=64, help="images a process and batch")
     parser.add_argument("--workers", type=int, default=4, help="loader processes a process")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--per-class", action="store_true", help="a table of all classes, worst first")
@@ -93,8 +93,8 @@ def main(argv: list[str] | None = None) -> None:
     store = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if cuda else "gloo", **store)
     sampler = EvalSampler(len(folder), batch_size=args.batch_size, rank=rank, world_size=world_size)
-    pictures = Pictures(folder, infer.Reader(model, config))
-    loader = DataLoader(pictures, batch_sampler=sampler, num_workers=args.workers, pin_memory=cuda)
+    dataset = LabelledImages(folder, infer.Reader(model, config))
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=args.workers, pin_memory=cuda)
     # Reading fails on one rank only: its error ends the others through torchrun.
     sums = evaluate(
         model.to(device), loader, num_classes=model.num_classes, device=device, precision=args.precision
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     images, top1, top5 = sums.sum(dim=0).tolist()
     result = {"images": int(images), "top1": top1 / images, "top5": top5 / images}
-    print(f"{args.folder}: {int(images)} pictures, top-1 {top1 / images:.4f}, top-5 {top5 / images:.4f}")
+    print(f"{args.folder}: {int(images)} images, top-1 {top1 / images:.4f}, top-5 {top5 / images:.4f}")
     if args.per_class:
         rows = sorted(
             (hits / count, name, int(count))

@@ -3,9 +3,9 @@
     python tools/make_shards.py /data/imagenet /data/imagenet-shards
     python tools/make_shards.py --index /data/imagenet-shards
 
-SOURCE holds train/<class>/<picture> and val/<class>/<picture>, as data.path of a run; the files go into the shards as
+SOURCE holds train/<class>/<image> and val/<class>/<image>, as data.path of a run; the files go into the shards as
 they are. TARGET gets train/train-000000.tar ..., val/val-000000.tar ..., classes.txt and an index for each split: train
-on it with data.source=webdataset data.path=TARGET. The order is shuffled by --seed. The same pictures and options give
+on it with data.source=webdataset data.path=TARGET. The order is shuffled by --seed. The same images and options give
 the same bytes. A run that was stopped goes on where it was: shards that are whole are kept.
 
 --index lists shards that other tools made (train/*.tar and val/*.tar, or all in one folder), says what is damaged, and
@@ -44,15 +44,15 @@ SPLITS = ("train", "val")
 
 
 @dataclasses.dataclass(frozen=True)
-class Pictures:
-    """Pictures of one split, in an order that is the same each time.
+class ImageList:
+    """ImageList of one split, in an order that is the same each time.
 
     Attributes:
         classes: their names.
-        names: <class>/<file name> of each picture.
+        names: <class>/<file name> of each image.
         labels: place of its class among `classes`.
         sizes: sizes() are the files' bytes.
-        read: read(i) is a picture's file.
+        read: read(i) is an image's file.
     """
 
     classes: tuple[str, ...]
@@ -62,8 +62,8 @@ class Pictures:
     read: Callable[[int], bytes]
 
 
-def from_folder(source: str, split: str) -> Pictures:
-    """The pictures that a run with data.path=source would have.
+def from_folder(source: str, split: str) -> ImageList:
+    """The images that a run with data.path=source would have.
 
     Raises:
         ConfigError: as `scan` says.
@@ -72,7 +72,7 @@ def from_folder(source: str, split: str) -> Pictures:
     files = [file for file, _ in folder.samples]
     if folder.skipped:
         print(f"{split}: skipped {folder.skipped}")
-    return Pictures(
+    return ImageList(
         classes=folder.classes,
         names=[f"{folder.classes[label]}/{os.path.basename(file)}" for file, label in folder.samples],
         labels=[int(label) for _, label in folder.samples],
@@ -82,7 +82,7 @@ def from_folder(source: str, split: str) -> Pictures:
 
 
 def keys_of(names: list[str]) -> list[tuple[str, str]]:
-    """(key, ending) of each picture: WebDataset's keys have no dot in their last part, and none is there twice."""
+    """(key, ending) of each image: WebDataset's keys have no dot in their last part, and none is there twice."""
     taken, keys = set(), []
     for name in names:
         stem, ending = os.path.splitext(name)
@@ -98,40 +98,40 @@ def keys_of(names: list[str]) -> list[tuple[str, str]]:
     return keys
 
 
-def plan(pictures: Pictures, args: argparse.Namespace) -> list[np.ndarray]:
-    """The pictures of each shard: an order shuffled by the seed, in parts of about equal number or size."""
-    order = tar_shards.permutation(len(pictures.names), args.seed)
+def plan(images: ImageList, args: argparse.Namespace) -> list[np.ndarray]:
+    """The images of each shard: an order shuffled by the seed, in parts of about equal number or size."""
+    order = tar_shards.permutation(len(images.names), args.seed)
     if args.megabytes_per_shard is None:
         return np.array_split(order, -(-len(order) // args.samples_per_shard))
-    sizes = pictures.sizes()[order]
+    sizes = images.sizes()[order]
     number = np.floor((np.cumsum(sizes) - sizes) / (args.megabytes_per_shard * 1e6))
     return np.split(order, np.flatnonzero(np.diff(number)) + 1)
 
 
-def write_split(target: Path, split: str, pictures: Pictures, args: argparse.Namespace) -> None:
+def write_split(target: Path, split: str, images: ImageList, args: argparse.Namespace) -> None:
     """Write classes.txt, the shards of one split that are not there yet, and their index.
 
     Raises:
-        ConfigError: the target holds shards of other pictures, classes or options, or another process writes there.
-        OSError: a picture cannot be read or a shard cannot be written.
+        ConfigError: the target holds shards of other images, classes or options, or another process writes there.
+        OSError: an image cannot be read or a shard cannot be written.
     """
-    parts, keys = plan(pictures, args), keys_of(pictures.names)
+    parts, keys = plan(images, args), keys_of(images.names)
     content = hashlib.sha256()
     for part in parts:
-        content.update(json.dumps([(keys[i], pictures.labels[i]) for i in part]).encode())
-    if unfit := [name for name in pictures.classes if not name or "\n" in name or "\r" in name]:
+        content.update(json.dumps([(keys[i], images.labels[i]) for i in part]).encode())
+    if unfit := [name for name in images.classes if not name or "\n" in name or "\r" in name]:
         raise ConfigError(f"class {unfit[0]!r} cannot stand in classes.txt, one name a line: rename its folder")
 
     (target / split).mkdir(parents=True, exist_ok=True)
     with _alone(target):
-        _agree(target / "classes.txt", "".join(f"{name}\n" for name in pictures.classes))
+        _agree(target / "classes.txt", "".join(f"{name}\n" for name in images.classes))
         if not (target / f"{split}.plan.json").exists() and any((target / split).glob("*.tar")):
             raise ConfigError(f"{target / split} holds shards that this tool did not make: give a new folder")
         facts = {"pictures": len(keys), "shards": len(parts), "sha256": content.hexdigest()}
         _agree(target / f"{split}.plan.json", json.dumps(facts) + "\n")
-        _write_shards(target / split, split, parts, keys, pictures, workers=args.workers)
+        _write_shards(target / split, split, parts, keys, images, workers=args.workers)
         tar_shards.make_index(str(target), split)
-    print(f"{split}: {len(keys)} pictures of {len(pictures.classes)} classes in {len(parts)} shards, {target / split}")
+    print(f"{split}: {len(keys)} images of {len(images.classes)} classes in {len(parts)} shards, {target / split}")
 
 
 @contextlib.contextmanager
@@ -149,7 +149,7 @@ def _agree(file: Path, content: str) -> None:
     data = content.encode(errors="surrogateescape")
     if file.exists():
         if file.read_bytes() != data:
-            raise ConfigError(f"{file} is of other pictures, classes, seed or shard size: give those, or a new folder")
+            raise ConfigError(f"{file} is of other images, classes, seed or shard size: give those, or a new folder")
         return
     _replace(file, lambda target: target.write(data))
 
@@ -169,13 +169,13 @@ def _write_shards(
     split: str,
     parts: list[np.ndarray],
     keys: list[tuple[str, str]],
-    pictures: Pictures,
+    images: ImageList,
     *,
     workers: int,
 ) -> None:
     stopped, counting = threading.Event(), threading.Lock()
     with (
-        tqdm(total=len(keys), desc=split, unit="picture", disable=None) as bar,
+        tqdm(total=len(keys), desc=split, unit="image", disable=None) as bar,
         concurrent.futures.ThreadPoolExecutor(workers) as threads,
     ):
 
@@ -188,9 +188,9 @@ def _write_shards(
                 for i in part:
                     if stopped.is_set():
                         raise InterruptedError
-                    (key, ending), data = keys[i], pictures.read(i)
+                    (key, ending), data = keys[i], images.read(i)
                     _add(tar, key + ending, data)
-                    _add(tar, f"{key}.cls", str(pictures.labels[i]).encode())
+                    _add(tar, f"{key}.cls", str(images.labels[i]).encode())
                     count(1)
 
         def write(number: int) -> None:
@@ -210,7 +210,7 @@ def _write_shards(
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    member = tarfile.TarInfo(name)  # no time, owner or mode of its own: the same picture gives the same bytes
+    member = tarfile.TarInfo(name)  # no time, owner or mode of its own: the same image gives the same bytes
     member.size = len(data)
     tar.addfile(member, io.BytesIO(data))
 
@@ -225,7 +225,7 @@ def index(path: str) -> bool:
     for split in SPLITS:
         listed = tar_shards.make_index(path, split)
         found = tar_shards.load(path, split, "skip")
-        print(f"{split}: {len(found)} pictures of {len(found.classes)} classes in {len(listed)} shards")
+        print(f"{split}: {len(found)} images of {len(found.classes)} classes in {len(listed)} shards")
         texts, skipped = tar_shards.damage(listed, found.classes)
         for text in texts:
             print(f"{split}: damaged: {text}")

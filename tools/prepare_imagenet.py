@@ -6,12 +6,12 @@
 ARCHIVES is the folder that holds them, as they were downloaded:
 
     ILSVRC2012_img_train.tar         1000 tars of one class each
-    ILSVRC2012_img_val.tar           50,000 pictures in one folder
+    ILSVRC2012_img_val.tar           50,000 images in one folder
     ILSVRC2012_devkit_t12.tar.gz     their classes; needed for val
 
 TARGET gets train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, or what tools/make_shards.py makes of these folders, to the byte.
-Nothing else is written: the archives are read in place. A picture has its name when it is whole, and a run that was
-stopped goes on where it was. At the end the pictures are counted; what is missing is said, with exit code 1.
+Nothing else is written: the archives are read in place. An image has its name when it is whole, and a run that was
+stopped goes on where it was. At the end the images are counted; what is missing is said, with exit code 1.
 """
 
 import sys
@@ -42,11 +42,11 @@ from schema import ConfigError
 
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
 WNIDS = tuple(sorted(ImageNetInfo().label_names()))
-NUM_PICTURES = {"train": 1_281_167, "val": 50_000}
+NUM_IMAGES = {"train": 1_281_167, "val": 50_000}
 
 
-class Picture(NamedTuple):
-    """Where a picture lies in an archive."""
+class ArchivedImage(NamedTuple):
+    """Where an image lies in an archive."""
 
     wnid: str
     name: str
@@ -54,7 +54,7 @@ class Picture(NamedTuple):
     size: int
 
     def read(self, descriptor: int) -> bytes:
-        """The picture's file, from the archive's."""
+        """The image's file, from the archive's."""
         data = os.pread(descriptor, self.size, self.offset)
         if len(data) != self.size:
             raise OSError(f"the archive ended within {self.name}: it has changed meanwhile")
@@ -64,12 +64,12 @@ class Picture(NamedTuple):
 class Devkit(NamedTuple):
     """What the development kit says."""
 
-    val_wnids: list[str]  # of picture 1, 2, ...
-    num_train: dict[str, int]  # wnid -> pictures
+    val_wnids: list[str]  # of image 1, 2, ...
+    num_train: dict[str, int]  # wnid -> images
 
 
 def read_devkit(archive: Path) -> Devkit:
-    """The classes of the validation pictures.
+    """The classes of the validation images.
 
     data/ILSVRC2012_validation_ground_truth.txt has a number a line, of an order that data/meta.mat defines: that of
     the sorted wnids is another.
@@ -133,23 +133,24 @@ class TrainArchive:
             raise ConfigError(f"{path} holds {unknown[0]}, which is no class of ILSVRC2012: is it another archive?")
         self.num_bytes = sum(member.size for member in found)
 
-    def pictures(self, part: str) -> Iterator[Picture]:
+    def images(self, part: str) -> Iterator[ArchivedImage]:
         """Of the class `part`, in the order of the archive."""
         whole = self.parts[part]
         with tarfile.open(self.path, "r:") as outer, outer.extractfile(whole) as inner:
             for member in members(inner, length=whole.size, name=f"{self.path.name}: {whole.name}"):
-                yield Picture(part, os.path.basename(member.name), whole.offset_data + member.offset_data, member.size)
+                offset = whole.offset_data + member.offset_data
+                yield ArchivedImage(part, os.path.basename(member.name), offset, member.size)
 
 
 class ValArchive:
-    """ILSVRC2012_img_val.tar: all pictures in one folder."""
+    """ILSVRC2012_img_val.tar: all images in one folder."""
 
     def __init__(self, path: Path, devkit: Devkit) -> None:
         self.path, self.devkit = path, devkit
         self.parts = ("",)
         self.num_bytes = path.stat().st_size
 
-    def pictures(self, part: str) -> Iterator[Picture]:
+    def images(self, part: str) -> Iterator[ArchivedImage]:
         """All, in the order of the archive."""
         with open(self.path, "rb") as file:
             for member in members(file, length=self.num_bytes, name=self.path.name):
@@ -157,14 +158,16 @@ class ValArchive:
                 number = re.fullmatch(r"ILSVRC2012_val_(\d{8})\.JPEG", name)
                 if number is None or not 1 <= int(number[1]) <= len(self.devkit.val_wnids):
                     raise ConfigError(f"{self.path} holds {name}, which has no label in {DEVKIT}")
-                yield Picture(self.devkit.val_wnids[int(number[1]) - 1], name, member.offset_data, member.size)
+                yield ArchivedImage(self.devkit.val_wnids[int(number[1]) - 1], name, member.offset_data, member.size)
 
 
 Archive = TrainArchive | ValArchive
 
 
-def visit(archive: Archive, split: str, visitor: Callable[[int, Picture], None], workers: int) -> list[Picture]:
-    """Call visitor(descriptor of the archive, picture) for each picture, a class a thread; returns all."""
+def visit(
+    archive: Archive, split: str, visitor: Callable[[int, ArchivedImage], None], workers: int
+) -> list[ArchivedImage]:
+    """Call visitor(descriptor of the archive, image) for each image, a class a thread; returns all."""
     descriptor = os.open(archive.path, os.O_RDONLY)
     stopped, counting = threading.Event(), threading.Lock()
     with (
@@ -172,20 +175,20 @@ def visit(archive: Archive, split: str, visitor: Callable[[int, Picture], None],
         concurrent.futures.ThreadPoolExecutor(workers) as threads,
     ):
 
-        def one(part: str) -> list[Picture]:
+        def one(part: str) -> list[ArchivedImage]:
             found = []
-            for picture in archive.pictures(part):
+            for image in archive.images(part):
                 if stopped.is_set():
                     raise InterruptedError
-                visitor(descriptor, picture)
-                found.append(picture)
+                visitor(descriptor, image)
+                found.append(image)
                 with counting:
-                    bar.update(picture.size)
+                    bar.update(image.size)
             return found
 
         try:
             work = [threads.submit(one, part) for part in archive.parts]
-            return [picture for done in work for picture in done.result()]
+            return [image for done in work for image in done.result()]
         except BaseException:
             stopped.set()
             threads.shutdown(cancel_futures=True)
@@ -194,49 +197,49 @@ def visit(archive: Archive, split: str, visitor: Callable[[int, Picture], None],
             os.close(descriptor)
 
 
-def to_folders(archive: Archive, target: Path, split: str, workers: int) -> list[Picture]:
-    """Write the pictures that are not there yet, each under a temporary name first."""
+def to_folders(archive: Archive, target: Path, split: str, workers: int) -> list[ArchivedImage]:
+    """Write the images that are not there yet, each under a temporary name first."""
     for wnid in WNIDS:
         (target / split / wnid).mkdir(parents=True, exist_ok=True)
 
-    def write(descriptor: int, picture: Picture) -> None:
-        file = target / split / picture.wnid / picture.name
-        if file.exists() and file.stat().st_size == picture.size:
+    def write(descriptor: int, image: ArchivedImage) -> None:
+        file = target / split / image.wnid / image.name
+        if file.exists() and file.stat().st_size == image.size:
             return
         temporary = file.with_name(f".{file.name}.tmp")
-        temporary.write_bytes(picture.read(descriptor))
+        temporary.write_bytes(image.read(descriptor))
         os.replace(temporary, file)
 
     return visit(archive, split, write, workers)
 
 
-def to_shards(archive: Archive, target: Path, split: str, args: argparse.Namespace) -> list[Picture]:
+def to_shards(archive: Archive, target: Path, split: str, args: argparse.Namespace) -> list[ArchivedImage]:
     """List the archive, then read it in the order of the shards."""
     found = visit(archive, f"list of {split}", lambda *_: None, args.workers)
-    found.sort(key=lambda picture: (picture.wnid, picture.name))
+    found.sort(key=lambda image: (image.wnid, image.name))
     label = {wnid: number for number, wnid in enumerate(WNIDS)}
     with open(archive.path, "rb") as file:
-        pictures = make_shards.Pictures(
+        images = make_shards.ImageList(
             classes=WNIDS,
-            names=[f"{picture.wnid}/{picture.name}" for picture in found],
-            labels=[label[picture.wnid] for picture in found],
-            sizes=lambda: np.array([picture.size for picture in found]),
+            names=[f"{image.wnid}/{image.name}" for image in found],
+            labels=[label[image.wnid] for image in found],
+            sizes=lambda: np.array([image.size for image in found]),
             read=lambda i: found[i].read(file.fileno()),
         )
-        make_shards.write_split(target, split, pictures, args)
+        make_shards.write_split(target, split, images, args)
     return found
 
 
-def missing(split: str, found: list[Picture], devkit: Devkit | None) -> list[str]:
+def missing(split: str, found: list[ArchivedImage], devkit: Devkit | None) -> list[str]:
     """What ILSVRC2012 has and `found` lacks, a line each."""
-    count, lines = Counter(picture.wnid for picture in found), []
+    count, lines = Counter(image.wnid for image in found), []
     if absent := [wnid for wnid in WNIDS if wnid not in count]:
         lines.append(f"{split}: {len(WNIDS) - len(absent)} of {len(WNIDS)} classes, no {_some(absent)}")
-    if len(found) != NUM_PICTURES[split]:
-        lines.append(f"{split}: {len(found):,} of {NUM_PICTURES[split]:,} pictures")
+    if len(found) != NUM_IMAGES[split]:
+        lines.append(f"{split}: {len(found):,} of {NUM_IMAGES[split]:,} images")
         if split == "val":
-            names = {picture.name for picture in found}
-            wanted = [f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(1, NUM_PICTURES[split] + 1)]
+            names = {image.name for image in found}
+            wanted = [f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(1, NUM_IMAGES[split] + 1)]
             lines.append(f"{split}: no {_some([name for name in wanted if name not in names])}")
         elif devkit is not None:
             wrong = [(wnid, number) for wnid, number in devkit.num_train.items() if count[wnid] != number]
@@ -270,7 +273,7 @@ def prepare(args: argparse.Namespace) -> list[str]:
             found = to_shards(archive, args.target, split, args)
         else:
             found = to_folders(archive, args.target, split, args.workers)
-            print(f"{split}: {len(found):,} pictures of {len({p.wnid for p in found})} classes, {args.target / split}")
+            print(f"{split}: {len(found):,} images of {len({p.wnid for p in found})} classes, {args.target / split}")
         lines += missing(split, found, devkit)
     return lines
 

@@ -1,4 +1,4 @@
-"""Draw one or several runs as one picture, and compare them in a Markdown table.
+"""Draw one or several runs as one image, and compare them in a Markdown table.
 
     python tools/report.py runs/demo                              # runs/demo/report.png and report.md
     python tools/report.py runs/a runs/b runs/c --output compare  # compare.png and compare.md
@@ -163,7 +163,7 @@ PANELS = [
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """The picture: a panel a quantity, a colour a run."""
+    """The image: a panel a quantity, a colour a run."""
     import matplotlib as mpl
 
     mpl.use("Agg")
