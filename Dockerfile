@@ -56,7 +56,7 @@ COPY --chown=recipe:recipe . .
 USER ${UID}
 
 # The versions fit, or the build ends here.
-RUN python3 -c "import schema"
+RUN python3 -c "import launch"
 
 # What a run's log says of the code: docker build --build-arg COMMIT=$(git describe --always --dirty) ...
 ARG COMMIT=

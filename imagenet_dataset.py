@@ -11,7 +11,7 @@ starts the stream at its step. Batches are uint8 (B, C, Y, X); they are normalis
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,14 @@ from torchvision.transforms.v2 import functional as F
 from input_pipeline import tar_shards
 from input_pipeline.augment import Augment, crop_box
 from input_pipeline.decode import Decoder, Encoded, GpuDecodePrefetcher, ImageError, Jpeg, crop_extreme_aspect, encode
-from input_pipeline.device_cache import AugmentationPlans, CachedBatches, DecodedImages, DeviceCache, collate_plans
+from input_pipeline.device_cache import (
+    AugmentationPlans,
+    CachedBatches,
+    DecodedImages,
+    DeviceAugment,
+    DeviceCache,
+    collate_plans,
+)
 from input_pipeline.image_folders import Folder, scan
 from runtime import preemption, seeding
 from schema import Config, ConfigError, DataConfig, RunSizes, pair
@@ -32,8 +39,8 @@ logger = logging.getLogger(__name__)
 PADDING = -1  # label of the images that fill up the last validation batch; they count for nothing
 
 Key = tuple[int, int]  # sample number, index into the data set
-
-
+Batch = tuple[torch.Tensor, torch.Tensor]  # images (B, C, Y, X), uint8, and labels (B,)
+Order = Callable[[int], np.ndarray | torch.Tensor]  # epoch -> the order in which it has the images, integers (N,)
 ImageSource = Folder | tar_shards.Shards  # labels, name(index), read(index)
 
 
@@ -44,8 +51,9 @@ def run_sizes(cfg: Config, world_size: int) -> RunSizes:
         ConfigError: a folder is missing or empty, it has more classes than the model, a validation class is unknown to
             the training set, or the training set is smaller than one batch.
     """
-    num_train, num_val, classes = cfg.data.num_synthetic_train, cfg.data.num_synthetic_val, ()
-    if cfg.data.source != "synthetic":
+    if cfg.data.source == "synthetic":
+        num_train, num_val, classes = cfg.data.num_synthetic_train or 0, cfg.data.num_synthetic_val or 0, ()
+    else:
         train = list_images(cfg.data, "train")
         num_train, num_val, classes = len(train), len(list_images(cfg.data, "val")), train.classes
     if len(classes) > cfg.model.num_classes:
@@ -122,7 +130,7 @@ class ImageDataset(Dataset):
         image = F.resized_crop(
             image,
             *crop_box(image, self.cfg),
-            pair(self.cfg.image_size),
+            list(pair(self.cfg.image_size)),
             interpolation=InterpolationMode(self.cfg.interpolation),
             antialias=True,
         )
@@ -161,7 +169,7 @@ class TrainSampler(Sampler):
     Args:
         cfg: the run's.
         sizes: the run's.
-        order: epoch -> the order in which it has the images, an integer array (N).
+        order: of each epoch's images.
         rank: this process's.
         start_step: finished updates.
     """
@@ -170,7 +178,7 @@ class TrainSampler(Sampler):
         self,
         cfg: Config,
         sizes: RunSizes,
-        order: Callable[[int], np.ndarray | torch.Tensor],
+        order: Order,
         *,
         rank: int,
         start_step: int,
@@ -279,36 +287,36 @@ class Loader(DataLoader):
 
 def build_loaders(
     cfg: Config, sizes: RunSizes, *, rank: int, start_step: int
-) -> tuple[Loader | GpuDecodePrefetcher | DeviceCache, Loader | CachedBatches]:
+) -> tuple[Iterable[Batch], Iterable[Batch]]:
     """The training stream from `start_step` on, a microbatch an item, and the validation set, a batch an item."""
-    micro = sizes.micro_batch_size
-    order = functools.partial(seeding.shuffled, sizes.num_train_images, cfg.seed)
+    order: Order = functools.partial(seeding.shuffled, sizes.num_train_images, cfg.seed)
+    each_once = EvalSampler(
+        sizes.num_val_images, batch_size=sizes.micro_batch_size, rank=rank, world_size=sizes.world_size
+    )
+    shape = (cfg.model.in_chans, *pair(cfg.data.image_size))
     if cfg.data.source == "synthetic":
-        shape = (cfg.model.in_chans, *pair(cfg.data.image_size))
         train_set, val_set = (
             SyntheticDataset(num_images, shape, cfg.model.num_classes, seed=cfg.seed)
             for num_images in (sizes.num_train_images, sizes.num_val_images)
         )
-    else:
-        train, val = list_images(cfg.data, "train"), list_images(cfg.data, "val")
-        train_set, val_set = ImageDataset(train, cfg, is_train=True), ImageDataset(val, cfg, is_train=False)
-        if cfg.data.source == "webdataset":
+        sampler = TrainSampler(cfg, sizes, order, rank=rank, start_step=start_step)
+        return Loader(train_set, sampler, cfg), Loader(val_set, each_once, cfg)
 
-            def order(epoch: int) -> np.ndarray:
-                return tar_shards.epoch_order(train, seed=cfg.seed, epoch=epoch, streams=cfg.data.shard_streams)
-
+    train, val = list_images(cfg.data, "train"), list_images(cfg.data, "val")
+    if isinstance(train, tar_shards.Shards):
+        order = functools.partial(tar_shards.epoch_order, train, seed=cfg.seed, streams=cfg.data.shard_streams)
     sampler = TrainSampler(cfg, sizes, order, rank=rank, start_step=start_step)
-    each_once = EvalSampler(len(val_set), batch_size=micro, rank=rank, world_size=sizes.world_size)
-    val_loader = Loader(val_set, each_once, cfg)
+    val_loader = Loader(ImageDataset(val, cfg, is_train=False), each_once, cfg)
     if cfg.data.resident:
-        pixels = DecodedImages(train, cfg)
-        every_image = BatchSampler([(0, index) for index in range(len(train))], batch_size=512, drop_last=False)
-        plans = Loader(AugmentationPlans(pixels, cfg), sampler, cfg, collate=collate_plans, pin_memory=False)
-        shape = (len(val_loader) * micro, cfg.model.in_chans, *pair(cfg.data.image_size))
-        train_loader = DeviceCache(Loader(pixels, every_image, cfg), plans, cfg, _device())
+        decoded = DecodedImages(train, cfg)
+        every_image = BatchSampler(range(len(train)), batch_size=512, drop_last=False)
+        plans = AugmentationPlans(decoded, cfg)
+        planned = Loader(plans, sampler, cfg, collate=collate_plans, pin_memory=False)
+        train_loader = DeviceCache(Loader(decoded, every_image, cfg), planned, DeviceAugment(plans, cfg, _device()))
+        shape = (len(val_loader) * sizes.micro_batch_size, *shape)
         return train_loader, CachedBatches(val_loader, shape, _device())
-    train_loader = Loader(train_set, sampler, cfg)
-    if cfg.data.decoder == "nvjpeg" and cfg.data.source != "synthetic":
+    train_loader = Loader(ImageDataset(train, cfg, is_train=True), sampler, cfg)
+    if cfg.data.decoder == "nvjpeg":
         return GpuDecodePrefetcher(train_loader, cfg, _device()), val_loader
     return train_loader, val_loader
 

@@ -13,14 +13,14 @@ from launch import Parser, exit_with
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import timm
+import timm.data
 import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
-from torch import nn
 
 from input_pipeline.decode import Decoder, ImageError, crop_extreme_aspect
 from input_pipeline.image_folders import IMAGE_EXTENSIONS
@@ -28,8 +28,10 @@ from interop import weights_out
 from runtime.step_folders import newest_step
 from schema import ConfigError
 
+TimmModel = Any  # an nn.Module with timm's pretrained_cfg and num_classes
 
-def load_model(source: Path) -> tuple[nn.Module, dict[str, Any]]:
+
+def load_model(source: Path) -> tuple[TimmModel, dict[str, Any]]:
     """The model of an exported folder, built by timm, or of one of our checkpoints, and the folder's config.json.
 
     Raises:
@@ -48,7 +50,7 @@ def load_model(source: Path) -> tuple[nn.Module, dict[str, Any]]:
     return model.eval(), config
 
 
-def class_names(model: nn.Module) -> list[str]:
+def class_names(model: TimmModel) -> list[str]:
     """Names of the model's outputs; their numbers where it knows none."""
     names = model.pretrained_cfg.get("label_names") or ()
     return [*names, *(str(i) for i in range(len(names), model.num_classes))]
@@ -57,10 +59,11 @@ def class_names(model: nn.Module) -> list[str]:
 class Reader:
     """An image's bytes to what the model takes, (C, Y, X), normalised: the pixels of the run's evaluation."""
 
-    def __init__(self, model: nn.Module, config: dict[str, Any]) -> None:
+    def __init__(self, model: TimmModel, config: dict[str, Any]) -> None:
         settings = timm.data.resolve_model_data_config(model)
         self.shape = settings["input_size"]
-        self.transform = timm.data.create_transform(**settings, is_training=False)
+        transform = timm.data.create_transform(**settings, is_training=False)
+        self.transform = cast(Callable[[Image.Image], torch.Tensor], transform)
         decoding = config.get("decoding") or {"exif_orientation": False, "max_pixels": 2**28}  # timm's own folders
         self.decoder = Decoder(settings["input_size"][0], decoder="pillow", **decoding)
 

@@ -81,7 +81,7 @@ def check_versions(requirements: Path = PROJECT_DIR / "requirements.txt") -> Non
 def import_timm_without_wandb() -> None:
     """The utilities of timm import wandb where it is installed, on every rank, and fail with it: let them find none."""
     if "wandb" not in sys.modules:
-        sys.modules["wandb"] = None  # makes `import wandb` an ImportError, which timm expects
+        sys.modules["wandb"] = None  # pyright: ignore[reportArgumentType]  (documented: makes `import wandb` an ImportError, which timm expects)
         importlib.import_module("timm")
         del sys.modules["wandb"]
 
@@ -199,8 +199,8 @@ def _one_line(error: Exception) -> str:
 
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        if isinstance(first.get("ctx", {}).get("error"), ConfigError):
-            return str(first["ctx"]["error"])
+        if isinstance(raised := first.get("ctx", {}).get("error"), ConfigError):  # by a rule of schema.py
+            return str(raised)
         # A union reports each member with its name in the location; the key is what stands before it.
         key = ".".join(str(part) for part in first["loc"])
         key = next((known for known in sorted(known_keys(), key=len, reverse=True) if key.startswith(known)), key)

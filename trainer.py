@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader
 
 import checkpoint
-from imagenet_dataset import PADDING, list_images
+from imagenet_dataset import PADDING, Batch, list_images
 from input_pipeline.augment import Mixup
 from observability.metrics import MetricLogger, Speed, top_k_hits
 from observability.profiling import Profiler
@@ -85,7 +84,7 @@ def train(
     session: Session,
     sizes: RunSizes,
     *,
-    loaders: tuple[DataLoader, DataLoader],
+    loaders: tuple[Iterable[Batch], Iterable[Batch]],
     resumed: checkpoint.Resumed,
 ) -> dict[str, float]:
     """Train from `resumed.step` to the end of the run; returns the last value of every metric.
@@ -182,7 +181,7 @@ def train(
 
 def train_step(
     run: Run,
-    batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    batches: Iterator[Batch],
     cfg: Config,
     sizes: RunSizes,
     *,
@@ -259,7 +258,7 @@ def _values_of(result: StepResult, session: Session) -> dict[str, float | None]:
     }
 
 
-def score(run: Run, loader: DataLoader, normalize: "Normalize", **options: Any) -> dict[str, float | int] | None:
+def score(run: Run, loader: Iterable[Batch], normalize: "Normalize", **options: Any) -> dict[str, float | int] | None:
     """`evaluate` of the weights and, with EMA, of their averages; None if either was stopped."""
     result = evaluate(run.model, loader, normalize, **options)
     if result is None or run.state.ema is None:
@@ -274,7 +273,7 @@ def score(run: Run, loader: DataLoader, normalize: "Normalize", **options: Any) 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    loader: DataLoader,
+    loader: Iterable[Batch],
     normalize: "Normalize",
     *,
     device: torch.device,

@@ -78,12 +78,13 @@ def auto_augment_policy(cfg: DataConfig, num_channels: int) -> PilOp:
         "img_mean": tuple(min(255, max(0, round(255 * value))) for value in mean),
         "interpolation": str_to_pil_interp(cfg.interpolation),
     }
-    if cfg.auto_augment.startswith("rand"):
-        policy = auto_augment.rand_augment_transform(cfg.auto_augment, arguments)
-    elif cfg.auto_augment.startswith("augmix"):
-        policy = auto_augment.augment_and_mix_transform(cfg.auto_augment, arguments | {"translate_pct": 0.3})
+    name = cfg.auto_augment or ""
+    if name.startswith("rand"):
+        policy = auto_augment.rand_augment_transform(name, arguments)
+    elif name.startswith("augmix"):
+        policy = auto_augment.augment_and_mix_transform(name, arguments | {"translate_pct": 0.3})
     else:
-        policy = auto_augment.auto_augment_transform(cfg.auto_augment, arguments)
+        policy = auto_augment.auto_augment_transform(name, arguments)
     for op in ops_of(policy):
         if op.aug_fn is auto_augment.posterize:
             op.aug_fn = _posterize

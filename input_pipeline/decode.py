@@ -19,13 +19,14 @@ import contextlib
 import dataclasses
 import io
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
+from torch.utils.data import DataLoader
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from schema import Config, DataConfig, pair
@@ -103,7 +104,9 @@ class Decoder:
             # What torchvision refuses, Pillow refuses in clearer words, or can read after all.
             with contextlib.suppress(RuntimeError), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of bytes, which cannot be written to; decode_jpeg does not
-                return decode_jpeg(torch.frombuffer(data, dtype=torch.uint8), mode=mode)
+                decoded = decode_jpeg(torch.frombuffer(data, dtype=torch.uint8), mode=mode)
+                assert isinstance(decoded, torch.Tensor)  # not a list, as it was given one file
+                return decoded
         array = np.array(self.pillow(data, header))
         return torch.from_numpy(array).view(*array.shape[:2], -1).permute(2, 0, 1)
 
@@ -194,7 +197,7 @@ def encode(items: Sequence[Jpeg | torch.Tensor]) -> Encoded:
         jpegs={place: dataclasses.replace(item, data=b"") for place, item in jpegs.items()},
         lengths=[len(item.data) for item in jpegs.values()],
         files=torch.from_numpy(files),
-        images={place: item for place, item in enumerate(items) if place not in jpegs},
+        images={place: item for place, item in enumerate(items) if isinstance(item, torch.Tensor)},
     )
 
 
@@ -246,7 +249,7 @@ class GpuDecodePrefetcher:
     One batch's images are cut and resized while the next one's are decoded.
     """
 
-    def __init__(self, loader: Iterable, cfg: Config, device: torch.device, *, depth: int = 2) -> None:
+    def __init__(self, loader: DataLoader, cfg: Config, device: torch.device, *, depth: int = 2) -> None:
         self.loader, self.cfg, self.device, self.depth = loader, cfg, device, depth
 
     def __len__(self) -> int:
@@ -265,12 +268,14 @@ class GpuDecodePrefetcher:
             while coming:
                 yield self._take(*coming.popleft())
 
-    def _decode(self, batch: Encoded | torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def _decode(self, batch: Encoded | torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
         torch.cuda.set_device(self.device)
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
-            is_encoded = isinstance(batch, Encoded)  # not if no image was for the GPU
-            images = decode_on_gpu(batch, self.cfg, self.device) if is_encoded else batch.to(self.device)
+            if isinstance(batch, Encoded):
+                images = decode_on_gpu(batch, self.cfg, self.device)
+            else:  # no image was for the GPU
+                images = batch.to(self.device)
             return images, stream.record_event()
 
     def _take(self, decoded: concurrent.futures.Future, rest: list[Any]) -> tuple[Any, ...]:

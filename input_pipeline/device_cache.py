@@ -19,12 +19,12 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from input_pipeline.augment import RandomErasing, auto_augment_policy, crop_box, ops_of
@@ -44,7 +44,7 @@ Key = tuple[int, int]  # sample number, index into the data set
 
 
 class DecodedImages(Dataset):
-    """Decoded images (C, Y, X), uint8, uncropped, and labels; indexed by (anything, index)."""
+    """Decoded images (C, Y, X), uint8, uncropped, and labels; indexed by their number."""
 
     def __init__(self, images: Folder | Shards, cfg: Config) -> None:
         self.images = images
@@ -54,15 +54,15 @@ class DecodedImages(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, key: Key) -> tuple[torch.Tensor, int, list[str]]:
-        image = self._load(key[1])
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, list[str]]:
+        image = self._load(index)
         if image.shape != self.shape:
             (height, width), (first_height, first_width) = image.shape[1:], self.shape[1:]
             raise OSError(
-                f"{self.images.name(key[1])} is {height} x {width} pixels and {self.images.name(0)} "
+                f"{self.images.name(index)} is {height} x {width} pixels and {self.images.name(0)} "
                 f"{first_height} x {first_width}: data.resident=true keeps images of one size; set it to false"
             )
-        return image, int(self.images.labels[key[1]]), []
+        return image, int(self.images.labels[index]), []
 
     def _load(self, index: int) -> torch.Tensor:
         try:
@@ -114,9 +114,9 @@ class AugmentationPlans(Dataset):
         """A row but for the index, drawn as `ImageDataset` and `Augment` draw, in their order."""
         row = [float(value) for value in crop_box(self.frame, self.cfg)]
         row += [float(bool(p) and torch.rand(1).item() < p) for p in (self.cfg.hflip, self.cfg.vflip)]
-        ops: list[list[float]] = self.policy([]) if self.policy else []
+        ops: list[list[float]] = cast(Any, self.policy)([]) if self.policy else []  # of `_note`s, for an image
         if self.jitter:
-            jitter = self.jitter
+            jitter = cast(Any, self.jitter)  # torchvision annotates lists, and keeps tuples
             order, *factors, _ = jitter.get_params(jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
             kinds = [KINDS.index(kind) for kind in ("brightness", "contrast", "color")]
             ops += [[kinds[i], factors[i]] for i in order.tolist() if i < 3 and factors[i] is not None]
@@ -184,16 +184,15 @@ class DeviceCache:
     """Batches of (images, labels) of the images in the device's memory, as the plans have them.
 
     Args:
-        pixels: a loader of all images in turn, from `DecodedImages`.
+        decoded: a loader of all images in turn, from `DecodedImages`.
         plans: a loader of `AugmentationPlans`, microbatches of this rank.
-        cfg: the run's.
-        device: which keeps the images.
+        augment: does what the plans say, on the device that keeps the images.
     """
 
-    def __init__(self, pixels: Iterable, plans: Iterable, cfg: Config, device: torch.device) -> None:
-        self.pixels, self.plans, self.device = pixels, plans, device
+    def __init__(self, decoded: DataLoader, plans: DataLoader, augment: "DeviceAugment") -> None:
+        self.decoded: DataLoader | None = decoded
+        self.plans, self.augment, self.device = plans, augment, augment.device
         self.images: torch.Tensor | None = None
-        self.augment = DeviceAugment(plans.dataset, cfg, device)
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -206,19 +205,21 @@ class DeviceCache:
             RunError: they need more memory than there is.
         """
         if self.images is None:
-            self.images, self.pixels = self._read(), None  # whose processes end with it
-        return self._augmented(iter(self.plans))
+            assert self.decoded is not None
+            self.images, self.decoded = self._read(self.decoded), None  # whose processes end with it
+        return self._augmented(self.images, iter(self.plans))
 
-    def _augmented(self, plans: Iterator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _augmented(self, images: torch.Tensor, plans: Iterator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for plan, labels in plans:
-            yield self.augment(self.images, torch.from_numpy(plan)), torch.from_numpy(labels)
+            yield self.augment(images, torch.from_numpy(plan)), torch.from_numpy(labels)
 
-    def _read(self) -> torch.Tensor:
-        started, shape = time.perf_counter(), (len(self.pixels.dataset), *self.pixels.dataset.shape)
+    def _read(self, decoded: DataLoader) -> torch.Tensor:
+        dataset = cast(DecodedImages, decoded.dataset)
+        started, shape = time.perf_counter(), (len(dataset), *dataset.shape)
         needed = math.prod(shape)
         _make_sure_of(needed, shape[0], self.device)
         cache, place = torch.empty(shape, dtype=torch.uint8, device=self.device), 0
-        for images, _ in self.pixels:
+        for images, _ in decoded:
             cache[place : place + len(images)] = images.to(self.device, non_blocking=True)
             place += len(images)
         seconds = time.perf_counter() - started
@@ -236,7 +237,8 @@ class CachedBatches:
     """
 
     def __init__(self, loader: Iterable, shape: tuple[int, ...], device: torch.device) -> None:
-        self.loader, self.shape, self.device = loader, shape, device
+        self.loader: Iterable | None = loader
+        self.shape, self.device = shape, device
         self.batches: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -247,6 +249,7 @@ class CachedBatches:
         """
         if self.batches is not None:
             return iter(self.batches)
+        assert self.loader is not None
         _make_sure_of(math.prod(self.shape), self.shape[0], self.device)
         return self._kept(iter(self.loader))
 
@@ -391,7 +394,7 @@ class DeviceAugment:
         return _blend(torch.where(rows & columns, F.pad(smooth, (1, 1, 1, 1)), images), images, factor)
 
     def _blur(self, images: torch.Tensor, radius: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        rows, columns = (_blurring(radius.flatten(), spread) for spread in self.spread)
+        rows, columns = (_blurring(radius.flatten(), spread) for spread in self.spread or ())
         images = torch.einsum("bcyx,bjx->bcyj", images, columns)
         return torch.einsum("bcyx,biy->bcix", images, rows).round().clamp(0, 255).contiguous()
 

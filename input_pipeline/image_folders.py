@@ -9,7 +9,6 @@ import concurrent.futures
 import contextlib
 import csv
 import dataclasses
-import fcntl
 import functools
 import gzip
 import hashlib
@@ -18,7 +17,6 @@ import os
 import tarfile
 import tempfile
 import time
-import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from input_pipeline import listing_cache
 from schema import ConfigError
 
 # What is an image, by the end of its name. Anything else in a class folder is counted and left alone.
@@ -193,18 +192,16 @@ def _index(root: Path, facts: list[Any], folders: list[str]) -> Iterator[_Index]
     if place is None:
         yield _Index(None)
         return
-    with open(place / f"{root.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = _Index(_read_index(place / f"{root.name}.npz", mark))
+    file = place / f"{root.name}.npz"
+    with listing_cache.one_process(place / f"{root.name}.lock"):
+        kept = _Index(_kept(file, mark))
         was_kept = kept.content is not None
         yield kept
         # A file that comes within the clock's tick of its folder's time would not show.
         if kept.content is not None and not was_kept and time.time_ns() - max(times) > 2e9:
             files, ends, labels, skipped = kept.content
-            about = np.frombuffer(json.dumps([mark, skipped]).encode(), np.uint8)
-            temporary = place / f"{root.name}.{os.getpid()}.tmp.npz"
-            np.savez(temporary, about=about, files=np.frombuffer(files, np.uint8), ends=ends, labels=labels)
-            os.replace(temporary, place / f"{root.name}.npz")
+            arrays = {"files": np.frombuffer(files, np.uint8), "ends": ends, "labels": labels}
+            listing_cache.write(file, [mark, skipped], arrays)
 
 
 def _index_folder(root: Path) -> Path | None:
@@ -219,15 +216,12 @@ def _index_folder(root: Path) -> Path | None:
     return None
 
 
-def _read_index(file: Path, mark: str) -> Listed | None:
-    try:
-        with np.load(file) as arrays:
-            found, skipped = json.loads(arrays["about"].tobytes())
-            if found == mark:
-                return arrays["files"].tobytes(), arrays["ends"], arrays["labels"], skipped
-    except (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile):  # none, or not a whole one
+def _kept(file: Path, mark: str) -> Listed | None:
+    """The list in a file, if it is of the folders as they are now."""
+    if (found := listing_cache.read(file)) is None or found[0][0] != mark:
         return None
-    return None
+    (_, skipped), arrays = found
+    return arrays["files"].tobytes(), arrays["ends"], arrays["labels"], skipped
 
 
 def _unpacked(path: Path) -> Path:
@@ -244,8 +238,7 @@ def _unpacked(path: Path) -> Path:
     if path.exists() or not archive.is_file():
         return path
     try:
-        with open(path.with_name(path.name + ".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with listing_cache.one_process(path.with_name(path.name + ".lock")):
             if path.exists():
                 return path
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:

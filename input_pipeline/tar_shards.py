@@ -11,14 +11,10 @@ no state of a reader to save, and worker count, world size and resumes change no
 """
 
 import concurrent.futures
-import fcntl
 import functools
-import json
 import os
 import re
 import tarfile
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from input_pipeline import listing_cache
 from input_pipeline.image_folders import IMAGE_EXTENSIONS
 from runtime import seeding
 from schema import ConfigError
@@ -127,7 +124,7 @@ class _File:
             close(self.descriptor)
 
 
-def epoch_order(shards: Shards, *, seed: int, epoch: int, streams: int) -> np.ndarray:
+def epoch_order(shards: Shards, epoch: int, *, seed: int, streams: int) -> np.ndarray:
     """Sample of each place of an epoch: int64, (N), every sample once.
 
     The shards, permuted by (seed, epoch), lie one after another on a tape, which is cut into `streams` pieces whose
@@ -135,7 +132,7 @@ def epoch_order(shards: Shards, *, seed: int, epoch: int, streams: int) -> np.nd
     places that move through their shards from start to end. Neighbours within a shard stay neighbours on the tape: the
     samples must have been shuffled when the shards were made.
     """
-    first = np.searchsorted(shards.shard, np.arange(len(shards.files) + 1))
+    first = np.searchsorted(shards.shard, np.arange(len(shards.files) + 1)).tolist()
     order = seeding.permutation(len(shards.files), seed, epoch)
     tape = np.concatenate([np.arange(first[shard], first[shard + 1]) for shard in order])
     length, longer = divmod(len(tape), streams)  # the first `longer` pieces have one more
@@ -250,8 +247,7 @@ def make_index(path: str, split: str) -> list[Listed]:
     if [shard.tar for shard in listed] == tars:
         return listed
     try:
-        with open(root / f".{split}.index.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with listing_cache.one_process(root / f".{split}.index.lock"):
             known = {shard.tar: shard for shard in _read_index(file)}
             unknown = [tar for tar in tars if tar not in known]
             with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
@@ -331,12 +327,10 @@ def _read_headers(file: Any, samples: dict[str, dict[str, Any]], note: Any) -> N
 
 def _read_index(file: Path) -> list[Listed]:
     """The index, nothing if there is none or not a whole one."""
-    try:
-        with np.load(file) as arrays:
-            about = json.loads(arrays["about"].tobytes())
-            rows, keys = arrays["rows"], arrays["keys"].tobytes()
-    except (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile):
+    if (kept := listing_cache.read(file)) is None:
         return []
+    about, arrays = kept
+    rows, keys = arrays["rows"], arrays["keys"].tobytes()
     listed, row, key = [], 0, 0
     for tar, num_rows, num_bytes, found in about:
         noted = {kind: (count, first) for kind, (count, first) in found.items()}
@@ -347,14 +341,6 @@ def _read_index(file: Path) -> list[Listed]:
 
 def _write_index(file: Path, listed: list[Listed]) -> None:
     about = [[shard.tar, len(shard.rows), len(shard.keys), shard.found] for shard in listed]
-    temporary = file.with_name(f".{file.name}.tmp")
-    with open(temporary, "wb") as target:
-        np.savez(
-            target,
-            about=np.frombuffer(json.dumps(about).encode(), np.uint8),
-            rows=np.concatenate([shard.rows for shard in listed]),
-            keys=np.frombuffer(b"".join(shard.keys for shard in listed), np.uint8),
-        )
-        target.flush()
-        os.fsync(target.fileno())  # whole on the disk before it has the name
-    os.replace(temporary, file)
+    rows = np.concatenate([shard.rows for shard in listed])
+    keys = np.frombuffer(b"".join(shard.keys for shard in listed), np.uint8)
+    listing_cache.write(file, about, {"rows": rows, "keys": keys})

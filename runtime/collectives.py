@@ -1,7 +1,7 @@
 """What all ranks agree on: a failure of one, and values that only one knows."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -18,7 +18,8 @@ def raise_on_all_ranks(
     Raises:
         error: a rank's work raised OSError or `error`; the text is the lowest such rank's.
     """
-    result, reason = None, None
+    result: T | None = None
+    reason: str | None = None
     try:
         result = work()
     except (OSError, error) as caught:
@@ -27,7 +28,7 @@ def raise_on_all_ranks(
     dist.all_gather_object(reasons, reason, group=group)
     if first := next(filter(None, reasons), None):
         raise error(first)
-    return result
+    return cast(T, result)  # where it is None, that is what work() gave
 
 
 def from_rank_0(value: T) -> T:

@@ -14,6 +14,7 @@ from typing import TextIO
 
 import timm
 import torch
+import torch.cuda.nccl
 import torchvision
 import yaml
 from tqdm import tqdm

@@ -17,7 +17,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from imagenet_dataset import build_loaders, run_sizes
+import schema
+from imagenet_dataset import build_loaders, list_images, run_sizes
 from optim import lr_at
 
 SCRIPTS = ("train_ddp", "train_fsdp2", "train_mfsdp")
@@ -177,8 +178,17 @@ def run_tasks(tasks, *, nproc, folder, timeout=300, strict=True):
 
 
 def loaders_of(cfg, *, rank=0, world_size=1, start_step=0):
-    """What an entrypoint would read: the training and the validation loader of one rank."""
-    return build_loaders(cfg, run_sizes(cfg, world_size), rank=rank, start_step=start_step)
+    """What an entrypoint would read: the training and the validation loader of one rank.
+
+    Also where the batch is larger than the training set, which an entrypoint refuses: for tests of the validation set.
+    """
+    if cfg.data.source == "synthetic":
+        sizes = run_sizes(cfg, world_size)
+    else:
+        train, val = (list_images(cfg.data, split) for split in ("train", "val"))
+        counts = {"num_train_images": len(train), "num_val_images": len(val), "classes": train.classes}
+        sizes = schema.RunSizes.of(cfg, world_size=world_size, **counts)
+    return build_loaders(cfg, sizes, rank=rank, start_step=start_step)
 
 
 def rate_at(step, cfg):

@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 from input_pipeline import tar_shards
 from input_pipeline.image_folders import scan
+from runtime import seeding
 from schema import ConfigError
 
 SPLITS = ("train", "val")
@@ -100,7 +101,7 @@ def keys_of(names: list[str]) -> list[tuple[str, str]]:
 
 def plan(images: ImageList, args: argparse.Namespace) -> list[np.ndarray]:
     """The images of each shard: an order shuffled by the seed, in parts of about equal number or size."""
-    order = tar_shards.permutation(len(images.names), args.seed)
+    order = seeding.permutation(len(images.names), args.seed)
     if args.megabytes_per_shard is None:
         return np.array_split(order, -(-len(order) // args.samples_per_shard))
     sizes = images.sizes()[order]
