@@ -11,6 +11,7 @@ starts the stream at its step. Batches are uint8 (B, C, Y, X); they are normalis
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -261,7 +262,8 @@ class Loader(DataLoader):
             num_workers=cfg.data.num_workers,
             persistent_workers=cfg.data.num_workers > 0,
             pin_memory=pin_memory and torch.cuda.is_available(),
-            worker_init_fn=preemption.shield,  # a stop is asked of the ranks; workers go on until they end
+            # A stop is asked of the ranks; workers go on until they end.
+            worker_init_fn=functools.partial(preemption.shield, rank=os.getpid()),
             generator=torch.Generator(),  # a loader draws a seed for its workers: not from the run's own generator
         )
         self.cfg = cfg

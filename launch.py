@@ -19,21 +19,25 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runtime import preemption
+from runtime import console, preemption
 
 PROJECT_DIR = Path(__file__).resolve().parent
 CONFIG_DIR = PROJECT_DIR / "config"
 
 
-def exit_with(message: str, *, rank_variable: str = "RANK", code: int = 2) -> NoReturn:
-    """Print one line from the process whose `rank_variable` is 0, or from the only one, and exit with `code` on all."""
-    if int(os.environ.get(rank_variable, "0")) == 0:
+def exit_with(message: str, *, rank_variable: str | None = "RANK", code: int = 2) -> NoReturn:
+    """Print one line from the process whose `rank_variable` is 0, or from the only one, and exit with `code` on all.
+
+    With None every process speaks for itself.
+    """
+    if rank_variable is None or int(os.environ.get(rank_variable) or "0") == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
         # torchrun ends the other ranks as soon as one exits, also a rank 0 that has not spoken yet: let it go first.
@@ -215,7 +219,9 @@ def _one_line(error: Exception) -> str:
         wanted = " or ".join(dict.fromkeys(e["msg"][0].lower() + e["msg"][1:] for e in same_key))
         return f"{key}={first['input']!r}: {wanted}"
     if isinstance(error, OverrideParseException):
-        return f"cannot read {error.override!r} on the command line: {str(error).splitlines()[0]}"
+        key, _, value = str(error.override).partition("=")
+        advice = f"""; a value with = ( ) [ ] {{ }} # , or spaces wants quotes of its own: '{key}="{value}"'"""
+        return f"cannot read {error.override!r} on the command line" + (advice if value else ": give KEY=VALUE")
     text = " ".join(line.strip() for line in str(error).split("Config search path")[0].splitlines() if line.strip())
     if match := re.search(r"Missing mandatory value: .*full_key: (\S+)", text):
         return f"{match[1]} is missing: give it on the command line, {match[1]}=..."
@@ -234,6 +240,13 @@ def _to_config(raw: Any) -> Config:
     from pydantic import TypeAdapter
 
     plain = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
+    # No shell reads a YAML file: there, too, ~ is the home folder.
+    for section, key in (("", "output_dir"), ("data", "path"), ("checkpoint", "ckpt_dir"), ("checkpoint", "init_from")):
+        found = (
+            plain.get(section) if section else plain
+        )  # no shell has read a YAML file: ~ is the home folder there too
+        if isinstance(found, dict) and isinstance(path := found.get(key), str) and path.startswith("~"):
+            found[key] = os.path.expanduser(path)
     return TypeAdapter(Config).validate_json(json.dumps(plain))  # strict, and a JSON list may become a tuple
 
 
@@ -270,6 +283,27 @@ def load_config(config_name: str = "L0_sanity", overrides: list[str] | None = No
         raise ConfigError(_one_line(error)) from error
 
 
+def _flags_and_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Hydra's flags with their values, and the overrides; either may come first on the command line.
+
+    argparse takes overrides in one row only: with ours at the end, flags after the user's would split them.
+    """
+    takes_a_value = {"--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--cfg", "-c"}
+    takes_a_value |= {"--package", "-p", "--experimental-rerun"}
+    flags, overrides, rest = [], [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("-"):
+            overrides.append(argument)
+            continue
+        flags.append(argument)
+        if (argument in takes_a_value and rest) or (
+            argument in ("--info", "-i") and rest and not rest[0].startswith("-") and "=" not in rest[0]
+        ):
+            flags.append(rest.pop(0))
+    return flags, overrides
+
+
 def _compose_from_command_line(script: str) -> Config:
     """Run hydra.main for its command line (--config-name, --cfg, --help, overrides), and only for that.
 
@@ -290,7 +324,9 @@ def _compose_from_command_line(script: str) -> Config:
         composed.append(_to_config(raw))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing several lines and exiting
-    sys.argv[1:] += ["hydra/job_logging=none", "hydra/hydra_logging=none", f"hydra.job.name={script}"]
+    flags, overrides = _flags_and_overrides(sys.argv[1:])
+    ours = ["hydra/job_logging=none", "hydra/hydra_logging=none", f"hydra.job.name={script}"]
+    sys.argv[1:] = [*flags, *overrides, *ours]
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -314,13 +350,41 @@ def use_srun() -> None:
     MASTER_PORT go first.
     """
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if tasks == 1 or "WORLD_SIZE" in os.environ:
+    is_shell = any(name.startswith("SLURM_PTY_") for name in os.environ)  # srun --pty: one terminal, one process
+    if tasks == 1 or is_shell or "WORLD_SIZE" in os.environ:
         return
     slurm = {name: os.environ[f"SLURM_{name}"] for name in ("PROCID", "LOCALID", "STEP_NODELIST", "JOB_ID", "STEP_ID")}
     first = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", slurm["STEP_NODELIST"]).split(",")[0]  # n[07-09,12],m1 -> n07
     os.environ |= {"RANK": slurm["PROCID"], "LOCAL_RANK": slurm["LOCALID"], "WORLD_SIZE": str(tasks)}
     os.environ.setdefault("MASTER_ADDR", first)
     os.environ.setdefault("MASTER_PORT", str(20000 + (int(slurm["JOB_ID"]) * 10 + int(slurm["STEP_ID"])) % 10000))
+
+
+def check_environment() -> None:
+    """Refuse variables of a launcher that are not whole: left over in a shell, or set by hand and empty.
+
+    Raises:
+        ConfigError: naming the variables and what to do.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    shown = " ".join(f"{name}={value}" for name, value in given.items())
+    advice = f"start the script with torchrun, or `unset {' '.join(given)}` for a run of one process"
+    if given.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
+        if missing := [name for name in names if name not in given and name != "LOCAL_RANK"]:
+            raise ConfigError(f"{shown}, but no {' and no '.join(missing)}: {advice}")
+        for name in given.keys() - {"MASTER_ADDR"}:
+            if not given[name].isdecimal():
+                raise ConfigError(f"{name}={given[name]!r} is no number: {advice}")
+        if int(given["RANK"]) >= int(given["WORLD_SIZE"]):
+            raise ConfigError(f"{shown}: there is no such rank; {advice}")
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        wanted, known = os.environ["GLOO_SOCKET_IFNAME"].split(","), [name for _, name in socket.if_nameindex()]
+        if unknown := [name for name in wanted if name not in known]:
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME={','.join(wanted)}: this machine has no network interface {unknown[0]!r}; "
+                f"use one of {', '.join(known)}, or unset it"
+            )
 
 
 def launch(main: Callable[[Config], dict[str, float]]) -> None:
@@ -330,7 +394,12 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
     import imagenet_dataset
     from observability import profiling
 
+    console.never_raise()
     use_srun()
+    try:
+        check_environment()
+    except ConfigError as error:
+        exit_with(str(error), rank_variable=None)
     script = Path(sys.argv[0]).stem
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:

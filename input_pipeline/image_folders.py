@@ -206,9 +206,10 @@ def _index(root: Path, facts: list[Any], folders: list[str]) -> Iterator[_Index]
 
 def _index_folder(root: Path) -> Path | None:
     """Beside the split, where all nodes see it; else in the user's cache folder."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     mine = caches / "vision-transformer-recipe" / hashlib.sha256(str(root.absolute()).encode()).hexdigest()[:16]
-    for place in (root.parent / ".index", mine):
+    # A user without a home keeps "~" in the path: no place to write to.
+    for place in (root.parent / ".index", *([mine] if mine.is_absolute() else [])):
         with contextlib.suppress(OSError):
             place.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=place):

@@ -1,4 +1,7 @@
-"""Stop when asked: SIGTERM or SIGUSR1 to any rank of the job stops all of them after one and the same step.
+"""Stop when asked: a signal to any rank of the job stops all of them after one and the same step.
+
+SIGTERM (torchrun's and Slurm's), SIGUSR1 (slurm.sh's), SIGINT (Ctrl-C) and SIGHUP (a closed terminal) all mean the
+same. A second Ctrl-C ends the process at once. What was ignored from the start stays so, as nohup has it for SIGHUP.
 
 A handler only notes the signal, and notes it again if it comes again. Between two steps and between two batches of an
 evaluation the ranks ask each other: a maximum over one number in host memory, begun at one step and read at the next.
@@ -14,22 +17,35 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # torchrun and Slurm send the first, slurm.sh the second
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+# The terminal sends Ctrl-C to all processes, and torchrun hands it on to its own: the same one, seconds later at most.
+HANDED_ON_S = 3.0
 _received: list[int] = []
+_first_interrupt: list[float] = []
 
 
 def _note(number: int, _frame: Any) -> None:
+    if number == signal.SIGINT:
+        now = time.monotonic()
+        patience = HANDED_ON_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+        if _first_interrupt and now - _first_interrupt[0] > patience:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        _first_interrupt[:] = _first_interrupt or [now]
     _received.append(number)
 
 
 def listen() -> None:
     """From here on the signals are noted, and end the process no more."""
     for number in SIGNALS:
-        signal.signal(number, _note)
+        is_optional = number in (signal.SIGINT, signal.SIGHUP)
+        if not (is_optional and signal.getsignal(number) is signal.SIG_IGN):
+            signal.signal(number, _note)
 
 
 def ignore() -> None:
@@ -48,8 +64,10 @@ def held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def shield(_worker: int) -> None:
+def shield(_worker: int, *, rank: int) -> None:
     """Let the signals pass in a loader's worker, which must go on feeding its rank; a `worker_init_fn`.
+
+    `rank` is the process that the worker works for: its parent only where workers are forked.
 
     Not those of the rank itself: multiprocessing ends a worker by SIGTERM, when the rank ends by an error, and waits
     for it. Where Python cannot tell who sent a signal (macOS), the worker is not shielded.
@@ -57,13 +75,13 @@ def shield(_worker: int) -> None:
     if not hasattr(signal, "sigwaitinfo"):
         return
 
-    def watch(rank: int) -> None:
+    def watch() -> None:
         while signal.sigwaitinfo(SIGNALS).si_pid != rank:
             pass
         os._exit(0)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # so that they wait for the thread
-    threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -77,6 +95,7 @@ def listening() -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
         _received.clear()
+        _first_interrupt.clear()
 
 
 class Stop:

@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -16,6 +18,8 @@ from runtime.run_folder import lock_folder, set_status, set_up_logging, write_pr
 from runtime.session import TIMEOUT, Session
 from schema import Config, ConfigError
 
+# For all processes to be there, where no torchrun has seen to that.
+JOIN_TIMEOUT = timedelta(seconds=60)
 _sessions = itertools.count()
 
 
@@ -93,10 +97,28 @@ def _store() -> dist.Store:
         return dist.HashStore()
     # torchrun's store is there before its processes: one that finds none is an orphan, and waits in vain.
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=30) if is_torchruns else TIMEOUT))
+    asks = threading.Timer(5.0, lambda: print(f"waiting for the other processes: {_where()}", file=sys.stderr))
+    if not is_torchruns and os.environ.get("RANK") == "0":
+        asks.start()
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=30) if is_torchruns else JOIN_TIMEOUT))
+    except (dist.DistError, OSError, RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise ConfigError(f"the processes do not find each other: {reason}; {_where()}") from None
+    finally:
+        asks.cancel()
     store.set_timeout(TIMEOUT)
     attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_sessions)}"
     return dist.PrefixStore(attempt, store)
+
+
+def _where() -> str:
+    """The variables that say where the processes meet, and what to do if they are not meant."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    names += ("SLURM_STEP_NUM_TASKS",) if "SLURM_STEP_NUM_TASKS" in os.environ else ()
+    given = " ".join(f"{name}={os.environ.get(name, '')}" for name in names)
+    advice = "start all tasks with srun" if len(names) > 4 else "start the script with torchrun"
+    return f"{given}: {advice}, or unset {names[-1] if len(names) > 4 else 'these variables'} for a run of one process"
 
 
 def _rank_0_first(work: Callable[[], None], session: Session, store: dist.Store) -> None:
