@@ -50,6 +50,7 @@ class Parser(argparse.ArgumentParser):
     """The tools' command line: complains in one line, as the entrypoints do; its help is the module's docstring."""
 
     def __init__(self, description: str | None) -> None:
+        console.never_raise()  # neither a path that is no UTF-8 nor a reader that has ended
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
@@ -239,14 +240,12 @@ def _to_config(raw: Any) -> Config:
     from omegaconf import OmegaConf
     from pydantic import TypeAdapter
 
-    plain = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
+    plain: Any = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
     # No shell reads a YAML file: there, too, ~ is the home folder.
-    for section, key in (("", "output_dir"), ("data", "path"), ("checkpoint", "ckpt_dir"), ("checkpoint", "init_from")):
-        found = (
-            plain.get(section) if section else plain
-        )  # no shell has read a YAML file: ~ is the home folder there too
-        if isinstance(found, dict) and isinstance(path := found.get(key), str) and path.startswith("~"):
-            found[key] = os.path.expanduser(path)
+    for section, key in ((None, "output_dir"), ("data", "path"), ("checkpoint", "ckpt_dir"), ("checkpoint", "init_from")):
+        values = plain if section is None else plain.get(section)
+        if isinstance(values, dict) and isinstance(path := values.get(key), str) and path.startswith("~"):
+            values[key] = os.path.expanduser(path)
     return TypeAdapter(Config).validate_json(json.dumps(plain))  # strict, and a JSON list may become a tuple
 
 

@@ -9,17 +9,19 @@ import concurrent.futures
 import contextlib
 import csv
 import dataclasses
+import errno
 import functools
 import gzip
 import hashlib
 import json
+import logging
 import os
 import tarfile
 import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,13 @@ import numpy as np
 from input_pipeline import listing_cache
 from schema import ConfigError
 
+logger = logging.getLogger(__name__)
 # What is an image, by the end of its name. Anything else in a class folder is counted and left alone.
-IMAGE_EXTENSIONS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
+IMAGE_EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff"}
+IMAGE_EXTENSIONS |= {".ppm", ".pgm"}
+# Folders that systems make by themselves (Synology, macOS, Windows, ext4): no classes, wherever they lie.
+SYSTEM_FOLDERS = {"@eaDir", "__MACOSX", "$RECYCLE.BIN", "System Volume Information", "lost+found"}
+PASSING_ERRORS = {errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR}  # of network file systems
 
 Sample = tuple[str, int]  # file, label
 
@@ -53,9 +60,20 @@ class Folder:
         return os.path.join(self.root, os.fsdecode(self.files[self.ends[index] : self.ends[index + 1]]))
 
     def read(self, index: int) -> bytes:
-        """The image's file."""
-        with open(self.name(index), "rb") as file:
-            return file.read()
+        """The image's file; what a network file system refuses in passing is asked for again, for three seconds.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        for pause in (0.1, 0.9, 2.0, None):
+            try:
+                with open(self.name(index), "rb") as file:
+                    return file.read()
+            except OSError as error:
+                if error.errno not in PASSING_ERRORS or pause is None:
+                    raise
+                time.sleep(pause)
+        raise AssertionError
 
     @property
     def samples(self) -> list[Sample]:
@@ -68,13 +86,15 @@ def scan(path: str, split: str) -> Folder:
     """List one split: classes in the order of their sorted names (as torchvision's ImageFolder), files sorted within.
 
     The training folder decides the classes, and their numbers, for both splits; a class may be missing in val. Hidden
-    folders are no classes; within a class, hidden files, files that are no images by their name, dangling links and
-    folders are skipped and counted. ILSVRC's val folder may stay flat, as it was unpacked, if its labels lie beside it
+    folders and `SYSTEM_FOLDERS` are no classes. Within a class, images may lie in folders of any depth, which are read
+    in the order of their names; hidden files, files that are no images by their name, and links to nothing are skipped
+    and counted. ILSVRC's val folder may stay flat, as it was unpacked, if its labels lie beside it
     (`_flat_labels`). The list is kept in <path>/.index, or in the user's cache folder where that cannot be written,
     and is made again when a folder has changed.
 
     Raises:
-        ConfigError: the folder is missing, has no class folders or no images, or a class that training lacks.
+        ConfigError: the folder is missing, has no class folders or no images, or a class that training lacks; a folder
+            cannot be read.
     """
     root = _unpacked(Path(path)) / split
     if not root.is_dir():
@@ -91,7 +111,7 @@ def list_folder(root: Path, classes: tuple[str, ...] | None = None) -> Folder:
         ConfigError: as `scan`.
     """
     path, split = root.parent, root.name
-    found = tuple(sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")))
+    found, num_dangling = _class_folders(root)
     flat = _flat_labels(root, classes) if classes and not found else {}
     if not found and not flat:
         raise ConfigError(
@@ -106,43 +126,104 @@ def list_folder(root: Path, classes: tuple[str, ...] | None = None) -> Folder:
     with _index(root, [classes, sorted(flat.items())], folders) as index:
         if index.content is None:
             index.content = _list(root, folders, flat, {name: label for label, name in enumerate(classes)})
-        files, ends, labels, skipped = index.content
+        files, ends, labels, skipped, _ = index.content
     if not len(labels):
         raise ConfigError(f"data.path={path}: {root} holds no images; skipped: {skipped}")
+    if num_dangling:
+        skipped = skipped | {"class that is a link to nothing": num_dangling}
     return Folder(str(root), classes, files, ends, labels, skipped)
 
 
-Listed = tuple[bytes, np.ndarray, np.ndarray, dict[str, int]]  # Folder's files, ends, labels, skipped
+def _class_folders(root: Path) -> tuple[tuple[str, ...], int]:
+    """Names of the class folders, sorted; and how many links to nothing there are, one of which may be meant for one."""
+    found, num_dangling = [], 0
+    for entry in _entries(root):
+        if entry.name.startswith(".") or entry.name in SYSTEM_FOLDERS:
+            continue
+        if _is(entry.is_dir):
+            found.append(entry.name)
+        elif entry.is_symlink() and not os.path.exists(entry.path):
+            num_dangling += 1
+            logger.warning("%s is a link to nothing: no class; the labels of those after it move up", entry.path)
+    return tuple(sorted(found)), num_dangling
+
+
+# Folder's files, ends, labels, skipped; and each folder within a class folder, with the times of its last change.
+Listed = tuple[bytes, np.ndarray, np.ndarray, dict[str, int], list[tuple[str, int, int]]]
 
 
 def _list(root: Path, folders: list[str], flat: dict[str, str], label_of: dict[str, int]) -> Listed:
-    """Read the folders, many at a time: on a network file system each waits for an answer."""
+    """Read the folders, many at a time: on a network file system each waits for an answer.
 
-    def one(folder: str) -> tuple[list[str], Counter]:
-        names, skipped = [], Counter()
-        with os.scandir(root / folder) as entries:
-            for entry in entries:
+    Raises:
+        ConfigError: a folder cannot be read.
+    """
+
+    def one(folder: str) -> tuple[list[str], Counter, list[tuple[str, int, int]]]:
+        """Images of a class folder and of those below it; paths from `root`, folder by folder as torchvision has it."""
+        by_folder, skipped, below, seen = {}, Counter(), [], set()
+        waiting = [folder]
+        while waiting:
+            here = waiting.pop()
+            if (real := os.path.realpath(root / here)) in seen:  # links that lead in a circle
+                continue
+            seen.add(real)
+            if here != folder:
+                below.append((here, *_changed(root / here)))
+            names = by_folder[here] = []
+            for entry in _entries(root / here):
                 suffix = os.path.splitext(entry.name)[1].lower()
-                if entry.name.startswith("."):
+                if entry.name.startswith(".") or entry.name in SYSTEM_FOLDERS:
                     skipped["hidden"] += 1
+                elif not flat and _is(entry.is_dir):
+                    waiting.append(os.path.join(here, entry.name))
                 elif suffix not in IMAGE_EXTENSIONS:
                     skipped[f"*{suffix}" if suffix else "no extension"] += 1
-                elif not entry.is_file():
-                    skipped["dangling link or folder"] += 1
+                elif not _is(entry.is_file):
+                    skipped["link to nothing"] += 1
                 elif flat and entry.name not in flat:
                     skipped["without a label"] += 1
                 else:
                     names.append(entry.name)
-        return sorted(names), skipped
+        images = [os.path.join(here, name) for here in sorted(by_folder) for name in sorted(by_folder[here])]
+        return images, skipped, below
 
-    files, labels, skipped = [], [], Counter()
+    files, labels, skipped, nested = [], [], Counter(), []
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
-        for folder, (names, more) in zip(folders, threads.map(one, folders), strict=True):
-            files += [os.fsencode(os.path.join(folder, name)) for name in names]
-            labels += [label_of[flat[name] if flat else folder] for name in names]
+        for folder, (images, more, below) in zip(folders, threads.map(one, folders), strict=True):
+            files += [os.fsencode(image) for image in images]
+            labels += [label_of[flat[os.path.basename(image)] if flat else folder] for image in images]
             skipped += more
+            nested += below
     ends = np.cumsum([0, *map(len, files)], dtype=np.int64)
-    return b"".join(files), ends, np.array(labels, dtype=np.int64), dict(skipped)
+    return b"".join(files), ends, np.array(labels, dtype=np.int64), dict(skipped), nested
+
+
+def _entries(folder: Path) -> list[os.DirEntry]:
+    """What a folder holds.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise ConfigError(f"data.path: {folder} cannot be read ({error.strerror}): mend its rights") from None
+
+
+def _is(kind: Callable[[], bool]) -> bool:
+    """DirEntry.is_file() or is_dir(); a link that leads to itself, which makes them raise, is neither."""
+    try:
+        return kind()
+    except OSError:
+        return False
+
+
+def _changed(folder: Path) -> tuple[int, int]:
+    """When files came or went: the folder's time, which a copying tool may set back, and that of its entry."""
+    stat = os.stat(folder)
+    return stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def _flat_labels(root: Path, classes: tuple[str, ...]) -> dict[str, str]:
@@ -186,7 +267,7 @@ def _index(root: Path, facts: list[Any], folders: list[str]) -> Iterator[_Index]
     A folder changes its time when a file in it comes or goes. One process of a machine makes the list, the others
     wait for it. Where nothing can be written, every process makes its own.
     """
-    times = [os.stat(root / folder).st_mtime_ns for folder in folders]
+    times = [_changed(root / folder) for folder in folders]
     mark = hashlib.sha256(json.dumps([str(root.absolute()), facts, folders, times]).encode()).hexdigest()
     place = _index_folder(root)
     if place is None:
@@ -194,14 +275,17 @@ def _index(root: Path, facts: list[Any], folders: list[str]) -> Iterator[_Index]
         return
     file = place / f"{root.name}.npz"
     with listing_cache.one_process(place / f"{root.name}.lock"):
-        kept = _Index(_kept(file, mark))
+        kept = _Index(_kept(root, file, mark))
         was_kept = kept.content is not None
         yield kept
+        if kept.content is None or was_kept:
+            return
+        files, ends, labels, skipped, nested = kept.content
         # A file that comes within the clock's tick of its folder's time would not show.
-        if kept.content is not None and not was_kept and time.time_ns() - max(times) > 2e9:
-            files, ends, labels, skipped = kept.content
+        newest = max([mtime for mtime, _ in times] + [mtime for _, mtime, _ in nested])
+        if time.time_ns() - newest > 2e9:
             arrays = {"files": np.frombuffer(files, np.uint8), "ends": ends, "labels": labels}
-            listing_cache.write(file, [mark, skipped], arrays)
+            listing_cache.write(file, [mark, skipped, nested], arrays)
 
 
 def _index_folder(root: Path) -> Path | None:
@@ -217,12 +301,18 @@ def _index_folder(root: Path) -> Path | None:
     return None
 
 
-def _kept(file: Path, mark: str) -> Listed | None:
+def _kept(root: Path, file: Path, mark: str) -> Listed | None:
     """The list in a file, if it is of the folders as they are now."""
     if (found := listing_cache.read(file)) is None or found[0][0] != mark:
         return None
-    (_, skipped), arrays = found
-    return arrays["files"].tobytes(), arrays["ends"], arrays["labels"], skipped
+    (_, skipped, nested), arrays = found
+    nested = [(folder, mtime, ctime) for folder, mtime, ctime in nested]
+    try:
+        if any(_changed(root / folder) != (mtime, ctime) for folder, mtime, ctime in nested):
+            return None
+    except OSError:  # a folder is gone
+        return None
+    return arrays["files"].tobytes(), arrays["ends"], arrays["labels"], skipped, nested
 
 
 def _unpacked(path: Path) -> Path:

@@ -15,6 +15,8 @@ class Unbreakable:
         """The number of characters, whether they arrived or not."""
         try:
             return self.stream.write(text)
+        except UnicodeEncodeError as error:  # a path that is no UTF-8, or a terminal that knows ASCII only
+            return self.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except (OSError, ValueError):  # ValueError: the stream was closed
             return len(text)
 

@@ -1,5 +1,6 @@
 """The folder of a run: its lock, its logs, its status, and what it says of how it was made."""
 
+import errno
 import fcntl
 import json
 import logging
@@ -43,7 +44,13 @@ def lock_folder(folder: Path, key: str) -> TextIO:
         raise ConfigError(f"{key}={folder} cannot be written to ({error.strerror}): give another folder") from None
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            logger.warning(
+                "%s=%s is on a file system without locks (%s): a second run in it would not be noticed",
+                *(key, folder, error.strerror),
+            )
+            return lock
         lock.seek(0)
         raise ConfigError(
             f"{key}={folder} is in use by a live run ({lock.read().strip()}): "
@@ -67,7 +74,8 @@ def set_up_logging(session: Session) -> None:
         formatter = logging.Formatter(f"%(asctime)s [rank {session.rank}] %(levelname)s %(message)s", "%H:%M:%S")
     handlers: list[logging.Handler] = [_ConsoleHandler()]
     if session.is_main:
-        handlers.append(_LogFileHandler(session.output_dir / "train.log"))
+        log = session.output_dir / "train.log"  # paths may hold bytes that are no UTF-8
+        handlers.append(_LogFileHandler(log, encoding="utf-8", errors="backslashreplace"))
     for handler in handlers:
         handler.setFormatter(formatter)
         handler.setLevel(logging.INFO if session.is_main else logging.WARNING)
