@@ -48,39 +48,74 @@ class ModelConfig:
     """The arguments of `vit.VisionTransformer`, under timm's names."""
 
     img_size: Size
+    """Pixels, one number or [height, width]; a multiple of patch_size."""
     patch_size: Size
+    """Pixels of a patch, one number or [height, width]."""
     in_chans: Literal[1, 3]
+    """Colour channels: 3 = RGB, 1 = grey."""
     num_classes: PositiveInt
+    """Number of classes, the outputs of the head."""
     global_pool: Literal["token", "avg", "map"]
+    """What the head reads: token (class token) | avg (mean of the patch tokens) | map (attention pooling)."""
     embed_dim: PositiveInt
+    """Width of a token."""
     depth: PositiveInt
+    """Number of blocks."""
     num_heads: PositiveInt
+    """Attention heads of a block; divides embed_dim."""
     mlp_ratio: PositiveFloat
+    """Width of the MLP's hidden layer over embed_dim."""
     qkv_bias: bool
+    """Biases of the projections to queries, keys and values."""
     proj_bias: bool
+    """Biases of the attention's output projection and of the MLP."""
     qk_norm: bool
+    """Normalise queries and keys."""
     init_values: PositiveFloat | None
+    """First value of LayerScale; null = no LayerScale."""
     class_token: bool
+    """A class token before the patch tokens."""
     no_embed_class: bool
+    """true = no position embedding for the class and register tokens."""
     reg_tokens: NonNegativeInt
+    """Number of register tokens."""
     pre_norm: bool
+    """A norm after the embeddings (as CLIP does)."""
     fc_norm: bool | None
+    """A norm after the pooling instead of before; null = with global_pool avg only."""
     drop_rate: Rate
+    """Dropout before the head."""
     pos_drop_rate: Rate
+    """Dropout after the position embedding."""
     patch_drop_rate: Rate
+    """Share of the patch tokens dropped in training."""
     proj_drop_rate: Rate
+    """Dropout in the attention's output projection and in the MLP."""
     attn_drop_rate: Rate
+    """Dropout of attention weights."""
     drop_path_rate: Rate
+    """Stochastic depth: probability that a block's branch is left out for an image."""
     drop_path_schedule: Literal["linear", "constant"]
+    """Ours: linear (from 0 in the first block to drop_path_rate in the last) | constant."""
     pos_embed: Literal["learn", "sincos"]
+    """learn | sincos (ours: sines and cosines of column and row, not trained)."""
     representation_size: PositiveInt | None
+    """Ours: width of a hidden tanh layer in the head, as in the ViT paper; null = none."""
     init_head_bias: float
+    """Ours: the head's bias at the start; -6.9 = -log(1000) suits the sigmoid loss."""
     freeze: Literal["backbone", "patch_embed"] | None
+    """Ours: what is not trained: backbone (a linear probe) | patch_embed; null = nothing."""
     act_layer: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
+    """Activation of the MLP: gelu | gelu_tanh | quick_gelu | relu | silu."""
     norm_eps: PositiveFloat
+    """Ours: eps of the norms; timm has no such argument (its ViTs use 1e-6)."""
     fused_attn: bool
+    """timm's TIMM_FUSED_ATTN. false = two products and a softmax, for torch.compile to fuse as it can: faster with 64
+    or 144 tokens, which do not fill the fused kernel's tiles, slower with 65 or 197."""
     transformer_engine: bool
+    """Ours: blocks on TransformerEngine's fused layers; needs act_layer gelu_tanh, not gelu."""
     implementation: Literal["ours", "timm", "hf"]
+    """ours | timm | hf (Hugging Face's): their own model in our loop, to compare with."""
 
     def __post_init__(self) -> None:
         for side, patch in zip(pair(self.img_size), pair(self.patch_size), strict=True):
@@ -102,12 +137,12 @@ class ModelConfig:
             )
         if int(self.embed_dim * self.mlp_ratio) < 1:
             raise ConfigError(f"model.mlp_ratio={self.mlp_ratio} leaves the MLP no width: use a larger one")
-        for key, lacks in (
+        for key, is_used in (
             ("transformer_engine", self.transformer_engine),
             ("representation_size", self.representation_size is not None),
             ("drop_path_schedule", self.drop_path_schedule != "linear"),
         ):
-            if lacks and self.implementation != "ours":
+            if is_used and self.implementation != "ours":
                 raise ConfigError(
                     f"model.{key}={json.dumps(getattr(self, key))} with model.implementation={self.implementation}, "
                     "which has no such thing: set model.implementation=ours"
@@ -155,7 +190,7 @@ def _check_policy(policy: str) -> None:
     for option in options:
         if not re.fullmatch(pattern, option):
             raise ConfigError(f"data.auto_augment={policy}: what {name} takes is written as in {name}{example}")
-        key = re.match(r"t|[a-z]+", option)[0]
+        key = next(re.finditer(r"t|[a-z]+", option))[0]
         if key in given:
             raise ConfigError(f"data.auto_augment={policy}: {key} is given twice; leave one of them out")
         given[key] = option.removeprefix(key)
@@ -170,37 +205,71 @@ def _check_policy(policy: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
-    """Where pictures come from, how they are cut and what else happens to those of the training set."""
+    """Where images come from, how they are cut and what else happens to those of the training set."""
 
     source: Literal["folder", "webdataset", "synthetic"]
+    """folder (train/<class>/<image>) | webdataset (train/*.tar) | synthetic (noise)."""
     path: str | None
+    """Folder that holds train/ and val/, given on the command line: data.path=/data/imagenet; null with source
+    synthetic only."""
     image_size: Size
+    """Pixels of an image as the model gets it, always model.img_size: one setting drives the model and both crops."""
     num_workers: NonNegativeInt
+    """Loader processes a rank; the order and the pixels do not depend on it."""
     resident: bool
+    """For small images of one size: they are decoded once, kept in the device's memory, and in training cropped and
+    augmented there; for sets that fit and models that outrun the loader."""
     decoder: Literal["pillow", "torchvision", "nvjpeg"]
+    """Of training: torchvision (pixels as pillow's, resized to within 2 of 255, twice as fast) | pillow | nvjpeg (on
+    the GPU; crop and flip only). Evaluation is always pillow's."""
     exif_orientation: bool
+    """Turn images as EXIF says, in training, evaluation and inference; false as timm does."""
     max_pixels: PositiveInt
+    """An image of more pixels counts as unreadable (Pillow's bound)."""
     on_error: Literal["raise", "skip"]
+    """An image that cannot be read: raise (stop, naming it) | skip (the next one instead of it in training, nothing in
+    evaluation)."""
     max_errors: NonNegativeInt
+    """With on_error skip: unreadable images a rank leaves out before it stops all the same."""
     shard_streams: PositiveInt
+    """With source webdataset: places of the shards that are read at the same time, in turn."""
     repeated_augmentation: PositiveInt
+    """Training: times that a batch holds each of its images, differently augmented."""
     crop_scale: Range
+    """Training: area of the random resized crop, as a share of the image's."""
     crop_ratio: Range
+    """Training: aspect ratio of the random resized crop, width over height."""
     hflip: Probability
+    """Training: probability of a horizontal flip."""
     vflip: Probability
+    """Training: probability of a vertical flip."""
     auto_augment: str | None
+    """Training: timm's string for a policy: rand-m9-mstd0.5-inc1 (RandAugment), original and v0 (AutoAugment), 3a
+    (3-Augment), augmix-m3-w3, ...; null = none."""
     color_jitter: Annotated[tuple[NonNegativeFloat, ...], Field(min_length=3, max_length=4)] | None
+    """Training: strength of brightness, contrast, saturation and, if four, hue; null = none."""
     random_erasing: Probability
+    """Training: probability that a box becomes noise."""
     mixup: NonNegativeFloat
+    """Training: alpha of mixup's Beta(alpha, alpha); 0 = off."""
     cutmix: NonNegativeFloat
+    """Training: alpha of cutmix's Beta(alpha, alpha); 0 = off."""
     mixup_prob: Probability
+    """Training: share of the steps that mix at all."""
     mixup_switch_prob: Probability
+    """Training: where both are on, share of cutmix."""
     interpolation: Literal["bilinear", "bicubic"]
+    """Of resizing: bilinear | bicubic, both antialiased."""
     crop_pct: Fraction
+    """Evaluation: resize the short side to image_size / crop_pct, then crop the centre."""
     mean: Channels
+    """Mean of the pixel values in 0..1: one for all channels, or one a channel."""
     std: PositiveChannels
+    """Standard deviation of the pixel values in 0..1: one for all channels, or one a channel."""
     num_synthetic_train: PositiveInt | None
+    """Training images of noise, with source synthetic; null with the others."""
     num_synthetic_val: PositiveInt | None
+    """Validation images of noise, with source synthetic; null with the others."""
 
     def __post_init__(self) -> None:
         if self.source != "synthetic" and self.path is None:
@@ -215,7 +284,7 @@ class DataConfig:
         for key, refused, fix in (
             ("source", self.source == "synthetic", "there are no files to keep; use folder"),
             ("decoder", self.decoder == "nvjpeg", "use data.decoder=torchvision, whose time counts once only"),
-            ("on_error", self.on_error == "skip", "all pictures are read at the start; use raise"),
+            ("on_error", self.on_error == "skip", "all images are read at the start; use raise"),
             ("auto_augment", (self.auto_augment or "").startswith("augmix"), "use one of the other policies"),
             ("color_jitter", len(self.color_jitter or ()) == 4, "give three numbers, without hue"),
         ):
@@ -244,12 +313,19 @@ class OptimizerConfig:
     """What updates the weights; None for what the named optimizer does not have."""
 
     name: Literal["adamw", "sgd", "lamb", "muon"]
+    """adamw | sgd | lamb | muon (of the blocks' matrices; adamw of all else)."""
     lr: PositiveFloat
+    """Peak learning rate."""
     betas: tuple[Rate, Rate] | None
+    """Decay of the averages of gradients and their squares; null with sgd, which has none."""
     eps: PositiveFloat | None
+    """Added to the denominator of an update; null with sgd, which has none."""
     momentum: Rate | None
+    """Momentum of sgd and of muon's matrices; null with adamw and lamb, which have none."""
     weight_decay: NonNegativeFloat
+    """Weight decay of matrices only; multiplied by the learning rate, as torch does."""
     layer_decay: Fraction | None
+    """Learning rate of each layer over that of the one above, the head's being lr; null = 1."""
 
     def __post_init__(self) -> None:
         takes = {"sgd": ("momentum",), "muon": ("betas", "eps", "momentum")}.get(self.name, ("betas", "eps"))
@@ -269,13 +345,22 @@ class LrSchedulerConfig:
     """The learning rate as a function of the step."""
 
     name: Literal["cosine", "linear", "rsqrt", "constant"]
+    """Its course after the warmup: cosine or linear (to min_lr) | rsqrt | constant."""
     num_warmup_steps: NonNegativeInt | None
+    """Steps from warmup_start_lr at step 0 to lr, in a straight line; may exceed the run. Give this or
+    num_warmup_epochs and set the other to null."""
     num_warmup_epochs: PositiveFloat | None
+    """The warmup in epochs, rounded down to steps; null = as num_warmup_steps says."""
     warmup_start_lr: NonNegativeFloat
+    """Learning rate at step 0, where the warmup begins."""
     num_training_steps: PositiveInt | None
+    """Steps of the schedule, after which the last rate stays; null = the run's."""
     num_cooldown_steps: NonNegativeInt
+    """rsqrt and constant: last steps of the schedule, a straight line down to min_lr."""
     rsqrt_timescale: PositiveInt | None
+    """rsqrt: steps after the warmup until the rate is lr / sqrt(2); null with the others."""
     min_lr: NonNegativeFloat
+    """Learning rate of the schedule's last step."""
 
     def __post_init__(self) -> None:
         name = f"lr_scheduler.name={self.name}"
@@ -313,9 +398,13 @@ class LossConfig:
     """What is minimised; evaluation is always cross-entropy on the labels."""
 
     name: Literal["softmax", "sigmoid"]
+    """softmax (cross-entropy) | sigmoid (binary cross-entropy of every class)."""
     label_smoothing: Rate
+    """Share of a target that is spread evenly over all classes."""
     bce_sum: bool
+    """sigmoid: sum over the classes (big_vision) instead of their mean (timm, DeiT III)."""
     bce_target_thresh: Rate | None
+    """sigmoid: targets above it are 1, the others 0 (DeiT III: 0.0); null = as they are."""
 
     def __post_init__(self) -> None:
         if self.name == "softmax" and self.bce_sum:
@@ -332,9 +421,13 @@ class EmaConfig:
     """The exponential moving average of the weights, under the names of timm's ModelEmaV3."""
 
     decay: Rate | None
+    """Share of the average that stays at an update; null = no average."""
     use_warmup: bool
+    """A shorter average at first: 1 - (1 + step / warmup_gamma)^-warmup_power, up to decay."""
     warmup_gamma: PositiveFloat
+    """use_warmup: steps by which its formula divides; more = a slower rise."""
     warmup_power: PositiveFloat
+    """use_warmup: exponent of its formula; more = a faster rise."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -342,8 +435,12 @@ class EvaluationConfig:
     """When to evaluate, and which number makes a checkpoint the best."""
 
     every_n_steps: PositiveInt | None
+    """Steps between evaluations; the last step evaluates too. Give this or every_n_epochs and set the other to null;
+    both null = never."""
     every_n_epochs: PositiveFloat | None
+    """Epochs between evaluations, rounded down to steps; null = as every_n_steps says."""
     best_metric: Literal["val/top1", "val/top5", "val/loss", "val/ema_top1", "val/ema_loss"]
+    """val/top1, val/top5, val/ema_top1 (higher is better) | val/loss, val/ema_loss (lower)."""
 
     def __post_init__(self) -> None:
         _at_most_one("evaluation.every_n_steps", self.every_n_steps, "evaluation.every_n_epochs", self.every_n_epochs)
@@ -354,13 +451,23 @@ class CheckpointConfig:
     """Where and when to save, and what to go on from."""
 
     ckpt_dir: str | None
+    """Folder of the checkpoints; null = no checkpoints."""
     save_every_n_steps: PositiveInt | None
+    """Steps between checkpoints. Give this or save_every_n_epochs and set the other to null; both null = only a new
+    best and the last step."""
     save_every_n_epochs: PositiveFloat | None
+    """Epochs between checkpoints, rounded down to steps; null = as save_every_n_steps says."""
     resume_from_checkpoint: bool
+    """Go on from the newest complete checkpoint in ckpt_dir, if there is one."""
     init_from: str | None
+    """Weights to start a new run from: a checkpoint folder, a .pt or .safetensors file, a timm or Hugging Face folder,
+    timm:<model name>; null = random ones. A checkpoint in ckpt_dir goes first."""
     async_save: bool
+    """Copy to host memory, then write while training goes on."""
     max_checkpoints: PositiveInt | None
+    """Newest checkpoints that are kept, besides the best; null = all."""
     save_final_model: bool
+    """Write <ckpt_dir>/final_model (safetensors with timm's names) after the last step."""
 
     def __post_init__(self) -> None:
         steps, epochs = "checkpoint.save_every_n_steps", "checkpoint.save_every_n_epochs"
@@ -372,6 +479,7 @@ class LoggerConfig:
     """Console and metrics.jsonl."""
 
     frequency: PositiveInt
+    """Steps between log lines; the only host synchronisation of the loop."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -379,7 +487,9 @@ class WandbConfig:
     """Weights & Biases."""
 
     mode: Literal["disabled", "offline", "online"]
+    """disabled (wandb is not even imported) | offline (wandb sync sends it later) | online."""
     init_args: dict[str, Any]
+    """Passed to wandb.init; add others as +wandb.init_args.<name>=<value>."""
 
     def __post_init__(self) -> None:
         for name in _names(self.init_args):
@@ -402,6 +512,7 @@ class TensorboardConfig:
     """TensorBoard."""
 
     enabled: bool
+    """Write for TensorBoard; false = it is not even imported."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -409,12 +520,19 @@ class ProfilerConfig:
     """What to profile, of which steps and ranks."""
 
     trace: bool
+    """torch.profiler: a timeline (https://ui.perfetto.dev) and a table of what took longest."""
     memory_snapshot: bool
+    """The CUDA allocator's history, for https://docs.pytorch.org/memory_viz."""
     first_step: PositiveInt
+    """First step that is profiled, after those that warm up."""
     num_steps: PositiveInt
+    """Number of steps that are profiled."""
     ranks: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None
+    """Ranks that are profiled; null = all."""
     record_shapes: bool
+    """Record the shapes of the operations' inputs."""
     with_stack: bool
+    """Record the source lines of the operations; slow."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -422,8 +540,11 @@ class DistributedConfig:
     """Sizes of the mesh axes; None = derived from the world size."""
 
     dp_outer: PositiveInt | None
+    """FSDP2, Megatron-FSDP: replicas of the sharded group (HSDP); null = by the world size."""
     dp_shard: PositiveInt | None
+    """FSDP2, Megatron-FSDP: ranks that share one copy of the weights; null = by the world size."""
     tp: Literal[1] | None
+    """Ranks of tensor parallelism, 1 at most; null = 1."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -431,7 +552,10 @@ class DdpConfig:
     """DistributedDataParallel."""
 
     bucket_cap_mb: PositiveInt
+    """Size of the buckets in which gradients travel, MiB."""
     cuda_graphs: bool
+    """Forward and backward pass as one launch each, for models so small that the GPU waits for its host; gradients then
+    travel after the backward pass, not during it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -439,7 +563,9 @@ class Fsdp2Config:
     """torch.distributed.fsdp.fully_shard."""
 
     reshard_after_forward: bool
+    """true = ZeRO-3; false keeps the weights gathered until the backward pass (ZeRO-2)."""
     cpu_offload: bool
+    """Weights, gradients and optimizer in host memory; needs CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -447,7 +573,9 @@ class MfsdpConfig:
     """megatron_fsdp.fully_shard_model."""
 
     zero_dp_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+    """no_shard | optim | optim_grads | optim_grads_params (ZeRO-0 to 3)."""
     outer_dp_sharding_strategy: Literal["no_shard", "optim"]
+    """What the dp_outer axis shards: no_shard | optim, which needs dp_outer > 1."""
 
     def __post_init__(self) -> None:
         if self.outer_dp_sharding_strategy == "optim" and self.zero_dp_strategy != "optim_grads_params":
@@ -467,11 +595,17 @@ class Fp8RecipeKwargs:
     """
 
     margin: NonNegativeInt | None
+    """DelayedScaling: scales are divided by 2^margin; null = TransformerEngine's own."""
     amax_history_len: PositiveInt | None
+    """DelayedScaling: steps that are looked back on; null = TransformerEngine's own."""
     amax_compute_algo: Literal["max", "most_recent"] | None
+    """DelayedScaling: max (over those steps) | most_recent; null = TransformerEngine's own."""
     x_block_scaling_dim: Literal[1, 2] | None
+    """Float8BlockScaling, the input: 1 (1 x 128 values a scale) | 2 (128 x 128); null = TransformerEngine's own."""
     w_block_scaling_dim: Literal[1, 2] | None
+    """Float8BlockScaling, the weight: 1 | 2 likewise; null = TransformerEngine's own."""
     grad_block_scaling_dim: Literal[1, 2] | None
+    """Float8BlockScaling, the gradient: 1 | 2 likewise; null = TransformerEngine's own."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -479,12 +613,18 @@ class Fp8Config:
     """FP8 in the linear layers of TransformerEngine's blocks."""
 
     enabled: bool
+    """Compute in FP8; needs model.transformer_engine=true."""
     fp8_recipe: Literal[
         "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"
     ]
+    """DelayedScaling | Float8CurrentScaling | Float8BlockScaling (Hopper and newer) | MXFP8BlockScaling |
+    NVFP4BlockScaling (compute capability 10.0)."""
     fp8_format: Literal["HYBRID", "E4M3"] | None
+    """HYBRID (E4M3 forward, E5M2 backward) | E4M3; null = the recipe's own."""
     fp8_recipe_kwargs: Fp8RecipeKwargs
+    """Arguments of the recipe; null = TransformerEngine's own value."""
     quantized_model_init: bool
+    """train_mfsdp.py: layers hold FP8 weights only, the optimizer FP32 ones."""
 
     def arguments(self) -> dict[str, Any]:
         """The recipe's arguments that have a value."""
@@ -510,32 +650,59 @@ class Config:
     """One run. Sections are the YAML's sections."""
 
     num_train_steps: PositiveInt | None
+    """Optimizer updates of the run. Give this or num_epochs and set the other to null."""
     num_epochs: PositiveFloat | None
+    """Epochs of the run; its steps are floor(num_epochs * images / global_batch_size)."""
     global_batch_size: PositiveInt
+    """Images of a step: micro_batch_size * ranks * accumulation, which is derived."""
     micro_batch_size: PositiveInt | None
+    """Images a rank and forward pass; null = global_batch_size / ranks, no accumulation."""
     seed: NonNegativeInt
+    """Every random number of the run follows from it, the step and the position."""
     precision: Literal["bf16", "fp32"]
+    """bf16 (FP32 weights and optimizer, BF16 compute) | fp32 (TF32 off everywhere)."""
     compile: bool
+    """torch.compile, block by block."""
     activation_checkpointing: bool
+    """Recompute each block in the backward pass: less memory, about a third more compute."""
     max_grad_norm: PositiveFloat | None
+    """Bound of the gradients' global norm, which is logged all the same; null = no clipping."""
     output_dir: str
+    """The run's folder, the same on every rank."""
     model: ModelConfig
+    """The network: arguments of vit.VisionTransformer, from a file in config/model/."""
     data: DataConfig
+    """The images: where they are and what happens to them, from a file in config/data/."""
     optimizer: OptimizerConfig
+    """What updates the weights."""
     lr_scheduler: LrSchedulerConfig
+    """The learning rate as a function of the step."""
     ema: EmaConfig
+    """Moving average of the weights, evaluated beside them; final_model is made of it."""
     loss: LossConfig
+    """What is minimised in training; val/loss is cross-entropy whatever stands here."""
     evaluation: EvaluationConfig
+    """When to evaluate, and which number makes a checkpoint the best."""
     checkpoint: CheckpointConfig
+    """Where and when to save, and what to start from."""
     logger: LoggerConfig
+    """Console and metrics.jsonl."""
     wandb: WandbConfig
+    """Weights & Biases, of rank 0; its id stays over resumes, a failure is one warning."""
     tensorboard: TensorboardConfig
+    """TensorBoard, of rank 0: tensorboard --logdir <output_dir>/tensorboard."""
     profiler: ProfilerConfig
+    """What to profile, into <output_dir>/profile; profiled steps are slower than others."""
     distributed: DistributedConfig
+    """Sizes of the mesh's axes; what a script cannot honour is refused by name."""
     ddp: DdpConfig
+    """train_ddp.py: DistributedDataParallel."""
     fsdp2: Fsdp2Config
+    """train_fsdp2.py: torch.distributed.fsdp.fully_shard."""
     mfsdp: MfsdpConfig
+    """train_mfsdp.py: megatron_fsdp.fully_shard_model."""
     fp8_config: Fp8Config
+    """FP8 in the linear layers of TransformerEngine's blocks."""
 
     def __post_init__(self) -> None:
         if (self.num_train_steps is None) == (self.num_epochs is None):
@@ -559,7 +726,7 @@ class Config:
                 )
         if self.model.in_chans == 1 and self.data.color_jitter and any(self.data.color_jitter[2:]):
             raise ConfigError(
-                f"data.color_jitter={list(self.data.color_jitter)} with model.in_chans=1: grey pictures have no "
+                f"data.color_jitter={list(self.data.color_jitter)} with model.in_chans=1: grey images have no "
                 "saturation and no hue; set the third and fourth number to 0"
             )
         smoothed = self.loss.label_smoothing / self.model.num_classes
@@ -692,7 +859,8 @@ class RunSizes:
         """
         batch = split_batch(cfg, world_size)
 
-        def steps(epochs: float) -> int:
+        def steps(epochs: float | None) -> int:
+            assert epochs is not None  # the rules of the sections leave no other case
             # The number as it was typed: 4.1 x 60 / 2 is 123, in floats a little less.
             return math.floor(ExactFraction(str(epochs)) * num_train_images / cfg.global_batch_size)
 
