@@ -11,8 +11,12 @@ One key space for all strategies: `model.<timm name>` and `optim.<timm name>.<ex
 tensors handed to DCP are the live ones (DTensors where sharded), so a load writes straight into them, whatever strategy
 and world size wrote the files. Hyper-parameters come from the config, never from a checkpoint.
 
-Where a run starts: from the newest checkpoint in ckpt_dir that is whole; without one, from checkpoint.init_from, which
-gives weights only; without that, from drawn weights.
+Where a run starts:
+
+1. From the newest checkpoint in checkpoint.ckpt_dir that is whole. With checkpoint.resume_from_checkpoint=false the
+   checkpoints there are moved aside first.
+2. Where there is none, from the weights that checkpoint.init_from names, at step 0, with an optimizer at zero.
+3. Where that is null, too, from the weights of the random initialization.
 """
 
 import concurrent.futures
@@ -38,7 +42,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from interop import weights_in, weights_out
-from interop.step_weights import DATA_SETTINGS
+from interop.step_weights import DATA_SETTINGS, stored_tensors
 from optim import Ema
 from runtime.collectives import from_rank_0, raise_on_all_ranks
 from runtime.files import write_json
@@ -121,7 +125,7 @@ class Resumed:
 
 
 def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -> Resumed:
-    """Put `state` where the run goes on from: a checkpoint, `init_from`, or the drawn weights as they are.
+    """Put `state` where the run starts from, by the order at the top of this file, and say where that is.
 
     All ranks load what rank 0 found. Checks first that checkpoints can be written at all.
 
@@ -133,16 +137,15 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
         _preflight(state, Path(cfg.checkpoint.ckpt_dir), session)
     found = from_rank_0(_find(cfg) if session.is_main else None)
     if found is None:
-        if cfg.checkpoint.init_from is not None:
-            raise_on_all_ranks(lambda: _init_from(state, cfg, sizes), error=ConfigError)
+        if (source := cfg.checkpoint.init_from) is not None:
+            raise_on_all_ranks(lambda: _init_from(source, state, cfg, sizes), error=ConfigError)
             if state.ema:
                 state.ema.restart()
         return Resumed(0, from_rank_0(uuid.uuid4().hex[:12]), None)
 
     folder, saved = found
     tensors = state.tensors(saved["step"])
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    stored = {key: tuple(entry.size) for key, entry in metadata.items()}
+    stored = {key: tuple(entry.size) for key, entry in stored_tensors(folder).items()}
     has_ema = any(key.startswith("ema.") for key in stored)
     if state.ema and not has_ema:
         del tensors["ema"]
@@ -208,9 +211,9 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.3g} GiB"
 
 
-def _init_from(state: TrainState, cfg: Config, sizes: RunSizes) -> None:
+def _init_from(name: str, state: TrainState, cfg: Config, sizes: RunSizes) -> None:
     """Copy this rank's part of somebody's weights into the model; the optimizer stays at zero."""
-    source = weights_in.read(cfg.checkpoint.init_from)
+    source = weights_in.read(name)
     shapes = {name: weight.shape for name, weight in state.weights.items()}
     tensors, fresh = weights_in.fit(source, cfg.model, shapes, sizes.classes)
     with torch.no_grad():
@@ -315,7 +318,7 @@ class Saver:
         self.state, self.cfg, self.session = state, cfg, session
         self.in_flight: concurrent.futures.Future | None = None
         self.step = 0  # of what was written last, or is being written
-        self.group = None  # None: the job's own
+        self.group: dist.ProcessGroup | None = None  # None: the job's own
         if cfg.checkpoint.ckpt_dir is None:
             return
         self.ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
@@ -328,7 +331,9 @@ class Saver:
             "data": {key: to_plain(cfg)["data"][key] for key in DATA_SETTINGS},
         }
         if cfg.checkpoint.async_save:
-            self.group = dist.new_group(backend="gloo")  # the thread's collectives must not meet the loop's
+            group = dist.new_group(backend="gloo")  # the thread's collectives must not meet the loop's
+            assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+            self.group = group
             self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
             self.copies = _host_copies(state.tensors(step=0))  # now: pinning memory takes long
 
@@ -450,15 +455,12 @@ def _host_copies(tensors: dict[str, Any]) -> dict[str, Any]:
 
     Each is a plain tensor that tells DCP which part of the whole it is, by the protocol by which a DTensor does.
     """
-    if any(tensor.device.type == "cuda" for tensor in _leaves(tensors)):
-        room = {"device": "cpu", "pin_memory": True}
-    else:
-        room = {"device": "cpu"}
+    on_cuda = any(tensor.device.type == "cuda" for tensor in _leaves(tensors))
 
     def copy(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: copy(entry) for key, entry in value.items()}
-        local = torch.empty(to_local(value).shape, dtype=value.dtype, **room)
+        local = torch.empty(to_local(value).shape, dtype=value.dtype, device="cpu", pin_memory=on_cuda)
         if isinstance(value, DTensor):
             (chunk,) = value.__create_chunk_list__()
             size = value.size()
@@ -468,9 +470,11 @@ def _host_copies(tensors: dict[str, Any]) -> dict[str, Any]:
                 index = MetadataIndex(fqn, chunk.offsets)
                 return [WriteItem(index, WriteItemType.SHARD, tensor_data=data)] if local.numel() else []
 
-            local.__create_write_items__ = items
-            local.__create_chunk_list__ = lambda: [chunk]
-            local.__get_tensor_shard__ = lambda _: local
+            vars(local).update(
+                __create_write_items__=items,
+                __create_chunk_list__=lambda: [chunk],
+                __get_tensor_shard__=lambda _: local,
+            )
         return local
 
     return copy(tensors)
@@ -505,6 +509,7 @@ def save_final_model(cfg: Config, *, replace: bool) -> None:
 
     Without `replace`, one that is there already stays as it is.
     """
+    assert cfg.checkpoint.ckpt_dir is not None  # where nothing is saved, this is not called
     ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
     if not replace and (ckpt_dir / "final_model").is_dir():
         return

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,38 +13,8 @@ from interop import baselines
 from schema import Fp8Config, ModelConfig
 
 
-class TrainableModel(Protocol):
-    """What the entrypoints ask of a model, besides being an nn.Module: (B, C, Y, X) images to (B, num_classes) logits.
-
-    Attributes:
-        cfg: the section that it was built from.
-        scaling: live tensors of FP8's delayed scaling by name, to be saved with the weights; empty without.
-    """
-
-    cfg: ModelConfig
-    scaling: dict[str, torch.Tensor]
-
-    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
-        """Logits; `is_first_microbatch` as `vit.VisionTransformer.forward` has it."""
-
-    def init_weights(self, seed: int, device: torch.device | None = None) -> None:
-        """Fill every parameter, sharded or not, with the same values at any world size."""
-
-    def reset_scaling(self) -> None:
-        """Forget what `scaling` has seen."""
-
-    def shard_units(self) -> list[nn.Module]:
-        """The modules to shard, compile and recompute one by one."""
-
-    def no_weight_decay(self) -> set[str]:
-        """Timm's names of the tensors of two or more dimensions that are not weights of a matrix product."""
-
-    def flops_per_image(self) -> float:
-        """Floating-point operations of one image's forward pass."""
-
-
-def build_model(cfg: ModelConfig, fp8: Fp8Config) -> TrainableModel:
-    """The model of the config, without values: plain, on TransformerEngine's layers, or another library's."""
+def build_model(cfg: ModelConfig, fp8: Fp8Config) -> vit.TrainableModel:
+    """The model of the config: plain, on TransformerEngine's layers, or another library's; `init_weights` fills it."""
     if cfg.implementation == "timm":
         return baselines.TimmViT(cfg)
     if cfg.implementation == "hf":
@@ -53,7 +22,7 @@ def build_model(cfg: ModelConfig, fp8: Fp8Config) -> TrainableModel:
     return vit_te.TEVisionTransformer(cfg, fp8) if cfg.transformer_engine else vit.VisionTransformer(cfg)
 
 
-def prepare_blocks(model: TrainableModel, *, activation_checkpointing: bool, compile: bool) -> None:
+def prepare_blocks(model: vit.TrainableModel, *, activation_checkpointing: bool, compile: bool) -> None:
     """Recompute and compile block by block, before sharding and inside its hooks: recompute -> compile -> shard.
 
     Wraps each block's `forward` rather than the block, so that no wrapper shows in parameter names and no strategy's

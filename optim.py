@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,11 @@ def param_groups(
     *,
     splits_blocks: bool = False,
 ) -> list[dict]:
-    """Matrices (weights of linear layers and convolutions), which decay, and everything else; frozen tensors in none.
+    """The optimizer's groups: matrices (weights of linear layers and convolutions), which decay, and everything else.
 
     With `layer_decay` two groups a layer, each with the share of the learning rate that it gets, its `lr_scale`: the
-    head's is 1, that of each layer below is `layer_decay` times that of the one above. With
-    `splits_blocks` the blocks' matrices are groups of their own, marked `in_blocks`.
+    head's is 1, that of each layer below is `layer_decay` times that of the one above. With `splits_blocks` the blocks'
+    matrices are groups of their own, marked `in_blocks`. Frozen tensors are in no group.
 
     Args:
         model: whose parameters they are, wrapped or not.
@@ -72,12 +72,14 @@ def build_optimizer(model: nn.Module, cfg: Config, *, no_weight_decay: set[str])
     )
     on_cuda = groups[0]["params"][0].device.type == "cuda"  # one kernel for many tensors; on a CPU torch's plain loop
     if options.name == "sgd":
+        assert options.momentum is not None  # schema.py sees to it, here and for muon
         optimizer = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, foreach=on_cuda)
     else:
         adaptive = {"lr": options.lr, "betas": options.betas, "eps": options.eps}
         if options.name == "lamb":
             optimizer = Lamb(groups, **adaptive)
         elif options.name == "muon":
+            assert options.momentum is not None
             optimizer = Muon(groups, momentum=options.momentum, fused=on_cuda, **adaptive)
         else:
             optimizer = torch.optim.AdamW(groups, fused=on_cuda, **adaptive)
@@ -118,11 +120,11 @@ class Lamb(torch.optim.Optimizer):
             if update is not None:
                 to_local(parameter).sub_(update.mul_(ratio), alpha=lr)
 
-    def _updates(self, parameters: list[nn.Parameter], group: dict) -> list[torch.Tensor]:
+    def _updates(self, parameters: list[nn.Parameter], group: dict) -> Sequence[torch.Tensor]:
         """This rank's part of what AdamW would subtract, weight decay included, before the learning rate."""
         if not parameters:
             return []
-        weights, grads = [to_local(p) for p in parameters], [to_local(p.grad) for p in parameters]
+        weights, grads = [to_local(p) for p in parameters], [_grad(p) for p in parameters]
         averages, squares = ([to_local(self.state[p][k]) for p in parameters] for k in ("exp_avg", "exp_avg_sq"))
         (beta1, beta2), step = group["betas"], self.state[parameters[0]]["step"].item()
         torch._foreach_lerp_(averages, grads, 1 - beta1)
@@ -136,18 +138,20 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
         return updates
 
-    def _trust_ratios(self, parameters: list[nn.Parameter], updates: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    def _trust_ratios(
+        self, parameters: list[nn.Parameter], updates: list[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
         """Norm of each weight over the norm of its update, 1 where one of them is 0; float32 scalars."""
         if not parameters:
             return []
         weights = [to_local(p) for p in parameters]
-        updates = [w.new_zeros(0) if update is None else update for w, update in zip(weights, updates, strict=True)]
-        squares = torch.stack(torch._foreach_norm(weights + updates, 2, torch.float64)).square().view(2, -1)
-        is_cut = torch.tensor([isinstance(p, DTensor) for p in parameters], device=squares.device)
-        total = squares * is_cut
+        moves = [w.new_zeros(0) if update is None else update for w, update in zip(weights, updates, strict=True)]
+        squares = torch.stack(torch._foreach_norm(weights + moves, 2, torch.float64)).square().view(2, -1)
+        is_sharded = torch.tensor([isinstance(p, DTensor) for p in parameters], device=squares.device)
+        total = squares * is_sharded
         for group in _shard_groups(parameters):
             dist.all_reduce(total, group=group)
-        norms = (total + squares * ~is_cut).sqrt()
+        norms = (total + squares * ~is_sharded).sqrt()
         return (norms[0] / norms[1]).where((norms > 0).all(dim=0), 1.0).float().unbind()
 
 
@@ -171,14 +175,25 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """One update."""
-        groups = self.param_groups
-        self.param_groups = [group for group in groups if not group["in_blocks"]]
-        super().step()
-        self.param_groups = groups
-        for group in groups:
+        with self._without_blocks():
+            super().step()
+        for group in self.param_groups:
             shapes = {parameter.shape for parameter in group["params"]} if group["in_blocks"] else ()
             for shape in sorted(shapes):
                 self._move([p for p in group["params"] if p.shape == shape], group)
+
+    @contextlib.contextmanager
+    def _without_blocks(self) -> Iterator[None]:
+        """Inside, `param_groups` lacks the blocks' matrices, so that AdamW's step, which takes all groups, skips them.
+
+        An AdamW object for the other groups would need no such thing, but run torch's step hooks twice an update.
+        """
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group["in_blocks"]]
+        try:
+            yield
+        finally:
+            self.param_groups = groups
 
     def _move(self, parameters: list[nn.Parameter], group: dict) -> None:
         """Update matrices of one shape."""
@@ -186,7 +201,7 @@ class Muon(torch.optim.AdamW):
             if not (state := self.state[parameter]):
                 state["momentum_buffer"] = torch.zeros_like(parameter)
         present = [p for p in parameters if p.grad is not None]
-        weights, grads = [to_local(p) for p in present], [to_local(p.grad) for p in present]
+        weights, grads = [to_local(p) for p in present], [_grad(p) for p in present]
         averages = [to_local(self.state[p]["momentum_buffer"]) for p in present]
         rows, columns = parameters[0].shape
         device = to_local(parameters[0]).device
@@ -246,14 +261,15 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
 class Ema:
     """average = decay x average + (1 - decay) x weight, once an update."""
 
-    def __init__(self, weights: dict[str, torch.Tensor], cfg: EmaConfig) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor], cfg: EmaConfig) -> None:
         """Starts at the weights as they are; both stay the same objects from here on.
 
         Args:
             weights: name -> parameter, sharded or not.
             cfg: whose decay is not None.
         """
-        self.cfg = cfg
+        assert cfg.decay is not None
+        self.cfg, self.final_decay = cfg, cfg.decay
         self.weights = weights
         self.averages = {name: weight.detach().clone() for name, weight in weights.items()}
 
@@ -266,8 +282,8 @@ class Ema:
         if step <= 1:
             return 0.0
         if not self.cfg.use_warmup:
-            return self.cfg.decay
-        return min(1 - (1 + (step - 1) / self.cfg.warmup_gamma) ** -self.cfg.warmup_power, self.cfg.decay)
+            return self.final_decay
+        return min(1 - (1 + (step - 1) / self.cfg.warmup_gamma) ** -self.cfg.warmup_power, self.final_decay)
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -276,7 +292,7 @@ class Ema:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin anew at the weights."""
+        """Start again at the weights as they are now."""
         torch._foreach_copy_(*self._local())
 
     @contextlib.contextmanager
@@ -327,6 +343,7 @@ def lr_at(step: int, cfg: Config, sizes: RunSizes) -> float:
         start = schedule.warmup_start_lr
         lr = start + (peak - start) * step / warmup if since_warmup else peak
     elif schedule.name == "rsqrt":
+        assert schedule.rsqrt_timescale is not None  # schema.py sees to it
         lr = peak / math.sqrt(1 + since_warmup / schedule.rsqrt_timescale)
     elif schedule.name == "constant":
         lr = peak
@@ -344,15 +361,15 @@ def lr_at(step: int, cfg: Config, sizes: RunSizes) -> float:
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
     """Global gradient norm before clipping, a float32 scalar, the same on every rank; scales the gradients in place.
 
-    Sums squares in float64, so that the norm does not depend on how the tensors are cut over ranks. Every rank takes
-    part in the one all-reduce, also a rank whose shards are empty: under Megatron-FSDP their gradients are None, with
-    which torch.nn.utils.clip_grad_norm_ skips a collective and hangs (megatron-fsdp 0.6.1, two GPUs).
-    A `max_norm` of None only measures.
+    Sums squares in float64, so that the norm does not depend on how the tensors are sharded. Every rank takes part in
+    the one all-reduce, also a rank whose shards are empty: under Megatron-FSDP their gradients are None, with which
+    torch.nn.utils.clip_grad_norm_ skips a collective and hangs (megatron-fsdp 0.6.1, two GPUs). A `max_norm` of None
+    only measures.
     """
     parameters = list(parameters)
     present = [p for p in parameters if p.grad is not None]
-    shards = [to_local(p.grad) for p in present if isinstance(p, DTensor)]
-    whole = [p.grad for p in present if not isinstance(p, DTensor)]
+    shards = [_grad(p) for p in present if isinstance(p, DTensor)]
+    whole = [_grad(p) for p in present if not isinstance(p, DTensor)]
     device = to_local(parameters[0]).device
     total = _sum_of_squares(shards, device)
     for group in _shard_groups(parameters):
@@ -363,6 +380,12 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float | None) 
     if max_norm is not None and grads:
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def _grad(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's part of the gradient, which must be there."""
+    assert parameter.grad is not None
+    return to_local(parameter.grad)
 
 
 def _sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -48,9 +48,8 @@ def main(cfg: Config) -> dict[str, float]:
             else MixedPrecisionPolicy(),
             "offload_policy": CPUOffloadPolicy() if cfg.fsdp2.cpu_offload else OffloadPolicy(),
         }
-        for unit in model.shard_units():
-            fully_shard(unit, **options)
-        fully_shard(model, **options)
+        units = [fully_shard(unit, **options) for unit in model.shard_units()]
+        root = fully_shard(model, **options)  # `model` itself, now with FSDP's methods, as the units are
         model.to_empty(device="cpu" if cfg.fsdp2.cpu_offload else device)
         model.init_weights(cfg.seed, device)
 
@@ -59,13 +58,13 @@ def main(cfg: Config) -> dict[str, float]:
 
         # Gradients: reduced and scattered in the last microbatch's backward pass, summed unsharded before it.
         def grad_sync(is_last: bool) -> contextlib.AbstractContextManager:
-            model.set_requires_gradient_sync(is_last)
+            root.set_requires_gradient_sync(is_last)
             return contextlib.nullcontext()
 
         # Weights that stayed gathered (reshard_after_forward=false, after an evaluation) are stale once others are
         # written into the shards.
         def reshard() -> None:
-            for unit in (*model.shard_units(), model):
+            for unit in (*units, root):
                 unit.reshard()
 
         # Restore, then train from there.

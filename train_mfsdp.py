@@ -80,9 +80,9 @@ def main(cfg: Config) -> dict[str, float]:
         # Restore, then train from there.
         install = model.install_optimized_model_weights
         # What lies outside the units stays gathered from one forward pass to the next, until this marks it stale.
-        gather_anew = model.synchronize_param_gather
+        gather_again = model.synchronize_param_gather
         state = checkpoint.TrainState(
-            model, optimizer, module.scaling, cfg.ema, after_load=install, after_exchange=gather_anew
+            model, optimizer, module.scaling, cfg.ema, after_load=install, after_exchange=gather_again
         )
         # Moments and averages learn where they lie, too.
         preprocess_state_dict_for_uneven_dtensor({**state.tensors(step=0), "model": {}})

@@ -8,7 +8,8 @@ Shapes in the comments: `B` images, `C Y X` channels, height and width, `N` toke
 import collections
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import torch
 from timm.layers import (
@@ -49,17 +50,30 @@ class AttentionPool(AttentionPoolLatent):
         _initialize(self, self.named_parameters(recurse=False), generator=None)
 
 
+def norm_layer(cfg: ModelConfig) -> type[nn.LayerNorm]:
+    """LayerNorm with the model's epsilon; call it with the width."""
+    # A partial, as timm's own models pass it to its layers, whose annotations ask for a class.
+    return cast(type[nn.LayerNorm], functools.partial(nn.LayerNorm, eps=cfg.norm_eps))
+
+
+def act_layer(cfg: ModelConfig) -> type[nn.Module]:
+    """The class of the MLP's activation, by timm's name for it."""
+    layer = get_act_layer(cfg.act_layer)
+    assert isinstance(layer, type)  # timm has functions, too; schema's names are of modules
+    return layer
+
+
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
-        norm_layer = functools.partial(nn.LayerNorm, eps=cfg.norm_eps)
+        norm = norm_layer(cfg)
 
         def scale() -> nn.Module:
             return nn.Identity() if cfg.init_values is None else LayerScale(cfg.embed_dim, cfg.init_values)
 
-        self.norm1 = norm_layer(cfg.embed_dim)
+        self.norm1 = norm(cfg.embed_dim)
         self.attn = Attention(
             cfg.embed_dim,
             num_heads=cfg.num_heads,
@@ -68,14 +82,14 @@ class Block(nn.Module):
             proj_bias=cfg.proj_bias,
             attn_drop=cfg.attn_drop_rate,
             proj_drop=cfg.proj_drop_rate,
-            norm_layer=norm_layer,
+            norm_layer=norm,
         )
         self.ls1 = scale()
-        self.norm2 = norm_layer(cfg.embed_dim)
+        self.norm2 = norm(cfg.embed_dim)
         self.mlp = Mlp(
             cfg.embed_dim,
             int(cfg.embed_dim * cfg.mlp_ratio),
-            act_layer=get_act_layer(cfg.act_layer),
+            act_layer=act_layer(cfg),
             bias=cfg.proj_bias,
             drop=cfg.proj_drop_rate,
         )
@@ -88,11 +102,75 @@ class Block(nn.Module):
 
 
 def scaled(x: torch.Tensor, keep: torch.Tensor | None, branch: int) -> torch.Tensor:
-    """A residual branch (B, N, D) after drop path."""
+    """`x` (B, N, D), what residual branch 0 or 1 of a block adds, times its factors in `keep`, if there are any."""
     return x if keep is None else x * keep[branch].to(x.dtype)
 
 
-class VisionTransformer(nn.Module):
+class TrainableModel(nn.Module):
+    """What the entrypoints ask of a model, whoever wrote its layers.
+
+    A subclass is called as model(images, is_first_microbatch=None), see `VisionTransformer.forward`, and its parameters
+    have names that `timm_name` knows.
+
+    Attributes:
+        cfg: the section of the config that it was built from.
+        scaling: live tensors of FP8's delayed scaling by name, to be saved with the weights; empty without.
+    """
+
+    cfg: ModelConfig
+    scaling: dict[str, torch.Tensor]
+
+    def shard_units(self) -> Sequence[nn.Module]:
+        """The modules to shard, compile and recompute one by one."""
+        raise NotImplementedError
+
+    def reset_scaling(self) -> None:
+        """Forget the values that FP8's delayed scaling has seen."""
+        for name, tensor in self.scaling.items():
+            tensor.fill_(1.0 if ".scale_" in name else 0.0)
+
+    def no_weight_decay(self) -> set[str]:
+        """Timm's names of the tensors of two or more dimensions that are not weights of a matrix product."""
+        tokens = {"pos_embed", "cls_token", "reg_token", "attn_pool.latent"}
+        return tokens & {timm_name(name) for name, _ in self.named_parameters()}
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, device: torch.device | None = None) -> None:
+        """Fill every parameter with timm's initial distribution, the same values under every strategy and world size.
+
+        Each tensor is drawn whole, on `device` (its own if None), from a generator seeded by (seed, its name), one
+        tensor at a time; a sharded parameter keeps its part. CPU and GPU generators differ, so do CPU and GPU starts.
+        """
+        for module_name, module in self.named_modules():
+            prefix = f"{module_name}." if module_name else ""
+            for name, parameter in module.named_parameters(recurse=False):
+                full_name = timm_name(prefix + name)
+                generator = torch.Generator(device or parameter.device)
+                generator.manual_seed(seeding.tensor(seed, full_name))
+                whole = torch.empty(parameter.shape, dtype=torch.float32, device=generator.device)
+                _initialize(module, [(name, whole)], generator)
+                if full_name == "head.bias":
+                    whole.fill_(self.cfg.init_head_bias)
+                to_local(parameter).copy_(local_slice(whole, parameter))
+
+    def flops_per_image(self) -> float:
+        """Floating-point operations of one image's forward pass: matrix products and attention, 2 a multiply-add."""
+        cfg = self.cfg
+        patches = math.prod(grid_size(cfg))
+        num_prefix_tokens = cfg.class_token + cfg.reg_tokens
+        tokens = patches + num_prefix_tokens
+        hidden = int(cfg.embed_dim * cfg.mlp_ratio)
+        kept = num_prefix_tokens + max(1, int(patches * (1 - cfg.patch_drop_rate)))
+        tokens = kept if cfg.patch_drop_rate else tokens
+        block = tokens * cfg.embed_dim * (4 * cfg.embed_dim + 2 * hidden) + 2 * tokens**2 * cfg.embed_dim
+        embed = patches * cfg.embed_dim * cfg.in_chans * math.prod(pair(cfg.patch_size))
+        pool = 2 * tokens * cfg.embed_dim**2 if cfg.global_pool == "map" else 0
+        hidden = cfg.representation_size
+        head = (cfg.embed_dim + cfg.num_classes) * hidden if hidden else cfg.embed_dim * cfg.num_classes
+        return 2.0 * (embed + cfg.depth * block + pool + head)
+
+
+class VisionTransformer(TrainableModel):
     """Images (B, C, Y, X), normalised floats, to logits (B, num_classes).
 
     Build it under `torch.device("meta")` or on a device, place or shard it, then call `init_weights`.
@@ -101,14 +179,17 @@ class VisionTransformer(nn.Module):
     def __init__(self, cfg: ModelConfig, *, block: Callable[[ModelConfig], nn.Module] = Block) -> None:
         super().__init__()
         self.cfg = cfg
-        self.scaling: dict[str, torch.Tensor] = {}  # FP8's state, to be saved with the weights: vit_te.py
-        width = cfg.embed_dim
+        self.scaling = {}  # vit_te.py fills it
+        width, norm = cfg.embed_dim, norm_layer(cfg)
         use_fc_norm = cfg.global_pool == "avg" if cfg.fc_norm is None else cfg.fc_norm
-        norm_layer = functools.partial(nn.LayerNorm, eps=cfg.norm_eps)
 
         self.num_prefix_tokens = cfg.class_token + cfg.reg_tokens
         self.patch_embed = PatchEmbed(
-            pair(cfg.img_size), pair(cfg.patch_size), cfg.in_chans, width, bias=not cfg.pre_norm
+            pair(cfg.img_size),
+            pair(cfg.patch_size),  # pyright: ignore[reportArgumentType]  (timm annotates an int, and takes pairs)
+            cfg.in_chans,
+            width,
+            bias=not cfg.pre_norm,
         )
         num_embeddings = self.patch_embed.num_patches + (0 if cfg.no_embed_class else self.num_prefix_tokens)
         self.cls_token = nn.Parameter(torch.empty(1, 1, width)) if cfg.class_token else None
@@ -121,27 +202,26 @@ class VisionTransformer(nn.Module):
             if cfg.patch_drop_rate
             else nn.Identity()
         )
-        self.norm_pre = norm_layer(width) if cfg.pre_norm else nn.Identity()
+        self.norm_pre = norm(width) if cfg.pre_norm else nn.Identity()
         self.blocks = nn.Sequential(*(block(cfg) for _ in range(cfg.depth)))
-        self.norm = nn.Identity() if use_fc_norm else norm_layer(width)
+        self.norm = nn.Identity() if use_fc_norm else norm(width)
         self.attn_pool = (
             AttentionPool(
                 width,
                 num_heads=cfg.num_heads,
                 mlp_ratio=cfg.mlp_ratio,
-                norm_layer=norm_layer,
-                act_layer=get_act_layer(cfg.act_layer),
+                norm_layer=norm,
+                act_layer=act_layer(cfg),
             )
             if cfg.global_pool == "map"
             else None
         )
-        self.fc_norm = norm_layer(width) if use_fc_norm else nn.Identity()
+        self.fc_norm = norm(width) if use_fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(cfg.drop_rate)
         size = cfg.representation_size
         layers = {"fc": LecunLinear(width, size), "act": nn.Tanh()} if size else {}
         self.pre_logits = nn.Sequential(collections.OrderedDict(layers)) if layers else nn.Identity()
         self.head = nn.Linear(size or width, cfg.num_classes)
-        self.head.init_bias = cfg.init_head_bias
         set_fused_attn(self, cfg)
         freeze(self, cfg)
 
@@ -175,8 +255,8 @@ class VisionTransformer(nn.Module):
         """Factors of the residual branches (depth, 2, B, 1, 1): 0 for the images that lose one, else 1 / (1 - rate).
 
         Stochastic depth (Huang et al., arXiv 1603.09382). Drawn for all blocks at once, and a tensor: a rate that is
-        an attribute of a block makes torch.compile (2.11) compile each block anew until its recompile limit, then give
-        up.
+        an attribute of a block makes torch.compile (2.11) compile each block again until its recompile limit, then
+        give up.
         """
         rate, depth = self.cfg.drop_path_rate, self.cfg.depth
         first = 0.0 if self.cfg.drop_path_schedule == "linear" else rate
@@ -198,53 +278,13 @@ class VisionTransformer(nn.Module):
         x = x[:, self.num_prefix_tokens :]
         return x.mean(dim=1) if self.attn_pool is None else self.attn_pool(x)
 
-    def reset_scaling(self) -> None:
-        """Forget the values that FP8's delayed scaling has seen."""
-        for name, tensor in self.scaling.items():
-            tensor.fill_(1.0 if ".scale_" in name else 0.0)
-
-    def shard_units(self) -> list[nn.Module]:
-        """The modules to shard, compile and recompute one by one."""
+    def shard_units(self) -> Sequence[nn.Module]:
+        """The blocks."""
         return list(self.blocks)
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of the tensors of two or more dimensions that are not weights of a matrix product."""
-        tokens = {"pos_embed", "cls_token", "reg_token", "attn_pool.latent"}
-        return {name for name, _ in self.named_parameters() if name in tokens}
-
-    @torch.no_grad()
-    def init_weights(self, seed: int, device: torch.device | None = None) -> None:
-        """Fill every parameter with timm's initial distribution, the same values under every strategy and world size.
-
-        Each tensor is drawn whole, on `device` (its own if None), from a generator seeded by (seed, its name), one
-        tensor at a time; a sharded parameter keeps its part. CPU and GPU generators differ, so do CPU and GPU starts.
-        """
-        for module_name, module in self.named_modules():
-            prefix = f"{module_name}." if module_name else ""
-            for name, parameter in module.named_parameters(recurse=False):
-                generator = torch.Generator(device or parameter.device)
-                generator.manual_seed(seeding.tensor(seed, timm_name(prefix + name)))
-                whole = torch.empty(parameter.shape, dtype=torch.float32, device=generator.device)
-                _initialize(module, [(name, whole)], generator)
-                to_local(parameter).copy_(local_slice(whole, parameter))
 
     def reset_parameters(self) -> None:
         """Draw this module's own tensors (tokens and positions), for builders that go module by module."""
         _initialize(self, self.named_parameters(recurse=False), generator=None)
-
-    def flops_per_image(self) -> float:
-        """Floating-point operations of one image's forward pass: matrix products and attention, 2 a multiply-add."""
-        cfg, patches = self.cfg, self.patch_embed.num_patches
-        tokens = patches + self.num_prefix_tokens
-        hidden = int(cfg.embed_dim * cfg.mlp_ratio)
-        kept = self.num_prefix_tokens + max(1, int(patches * (1 - cfg.patch_drop_rate)))
-        tokens = kept if cfg.patch_drop_rate else tokens
-        block = tokens * cfg.embed_dim * (4 * cfg.embed_dim + 2 * hidden) + 2 * tokens**2 * cfg.embed_dim
-        embed = patches * cfg.embed_dim * cfg.in_chans * math.prod(pair(cfg.patch_size))
-        pool = 2 * tokens * cfg.embed_dim**2 if self.attn_pool is not None else 0
-        hidden = cfg.representation_size
-        head = (cfg.embed_dim + cfg.num_classes) * hidden if hidden else cfg.embed_dim * cfg.num_classes
-        return 2.0 * (embed + cfg.depth * block + pool + head)
 
 
 def freeze(model: nn.Module, cfg: ModelConfig) -> None:
@@ -260,7 +300,13 @@ def set_fused_attn(model: nn.Module, cfg: ModelConfig) -> None:
     """Have timm's attention, the pool's too, use torch's fused function or not; timm itself asks the environment."""
     for module in model.modules():
         if hasattr(module, "fused_attn"):
-            module.fused_attn = cfg.fused_attn
+            module.fused_attn = cfg.fused_attn  # pyright: ignore[reportArgumentType]  (torch: tensors and modules only)
+
+
+def grid_size(cfg: ModelConfig) -> tuple[int, int]:
+    """Rows and columns of patches in an image."""
+    (height, width), (patch_height, patch_width) = pair(cfg.img_size), pair(cfg.patch_size)
+    return height // patch_height, width // patch_width
 
 
 def sincos_positions(cfg: ModelConfig) -> torch.Tensor:
@@ -269,7 +315,7 @@ def sincos_positions(cfg: ModelConfig) -> torch.Tensor:
     Zero for class and register tokens. Frequencies from 1 to 1 / 10000, both included, as in big_vision's
     posemb_sincos_2d (models/vit.py; arXiv 2205.01580); MoCo v3's stop one short of the last.
     """
-    height, width = (side // patch for side, patch in zip(pair(cfg.img_size), pair(cfg.patch_size), strict=True))
+    height, width = grid_size(cfg)
     count = cfg.embed_dim // 4
     frequencies = 10000.0 ** -(torch.arange(count, device="cpu", dtype=torch.float64) / (count - 1))
     rows, columns = (torch.arange(n, device="cpu", dtype=torch.float64)[:, None] * frequencies for n in (height, width))
@@ -297,12 +343,11 @@ def _initialize(
         elif isinstance(module, nn.Conv2d):  # torch's default, which timm keeps: uniform within 1 / sqrt(fan in)
             bound = 1 / math.sqrt(module.in_channels * math.prod(module.kernel_size))
             nn.init.uniform_(tensor, -bound, bound, generator=generator)
-        elif name == "pos_embed" and module.cfg.pos_embed == "sincos":
+        elif name == "pos_embed" and isinstance(module, TrainableModel) and module.cfg.pos_embed == "sincos":
             tensor.copy_(sincos_positions(module.cfg))
         elif isinstance(module, LecunLinear) and name == "weight":
-            std = (
-                module.in_features**-0.5 / 0.8796256610342398
-            )  # of a normal whose part within two of it has 1 / fan in
+            # Divided by the deviation that a standard normal has left when it is cut off at -2 and 2.
+            std = module.in_features**-0.5 / 0.8796256610342398
             nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)
         elif name == "pos_embed":
             nn.init.normal_(tensor, std=0.02, generator=generator)
@@ -312,7 +357,7 @@ def _initialize(
             std = tensor.shape[-1] ** -0.5
             nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)
         elif name.endswith("bias"):
-            tensor.fill_(getattr(module, "init_bias", 0.0))  # the head has one
+            tensor.fill_(0.0)
         elif name.endswith("weight"):
             nn.init.normal_(tensor, std=0.02, generator=generator)
         else:

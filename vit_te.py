@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import get_act_layer
 from torch import nn
 
 from schema import ConfigError, Fp8Config, ModelConfig
-from vit import LayerScale, VisionTransformer, scaled
+from vit import LayerScale, VisionTransformer, act_layer, scaled
 
 # TransformerEngine names the attention backend that it chooses if these say so when it is imported.
 os.environ.setdefault("NVTE_DEBUG", "1")
@@ -83,7 +82,7 @@ class TEDropoutMlp(nn.Module):
         engine, device = transformer_engine(), default_device()
         width = cfg.embed_dim
         self.fc1 = engine.LayerNormLinear(width, hidden, eps=cfg.norm_eps, bias=cfg.proj_bias, device=device)
-        self.act = get_act_layer(cfg.act_layer)()
+        self.act = act_layer(cfg)()
         self.drop = nn.Dropout(cfg.proj_drop_rate)
         self.fc2 = engine.Linear(hidden, width, bias=cfg.proj_bias, device=device)
 
@@ -282,14 +281,14 @@ def scaling_state(model: nn.Module, recipe: Any | None) -> dict[str, torch.Tenso
     if recipe is None or not recipe.delayed():
         return {}
     engine = transformer_engine()
-    state = {}
+    kinds = engine.LayerNormLinear | engine.Linear | engine.LayerNormMLP
+    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    state: dict[str, torch.Tensor] = {}
     with engine.autocast(recipe=recipe):
-        for name, module in model.named_modules():
-            if not isinstance(module, engine.LayerNormLinear | engine.Linear | engine.LayerNormMLP):
-                continue
-            module.init_fp8_metadata(num_gemms=2 if isinstance(module, engine.LayerNormMLP) else 1)
+        for name, layer in layers.items():
+            layer.init_fp8_metadata(num_gemms=2 if isinstance(layer, engine.LayerNormMLP) else 1)
             for way in ("fwd", "bwd"):
-                scaling = module.fp8_meta[f"scaling_{way}"]
+                scaling = layer.fp8_meta[f"scaling_{way}"]
                 state[f"{name}.scale_{way}"] = scaling.scale
                 state[f"{name}.amax_history_{way}"] = scaling.amax_history
     return state

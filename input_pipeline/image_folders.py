@@ -135,7 +135,7 @@ def list_folder(root: Path, classes: tuple[str, ...] | None = None) -> Folder:
 
 
 def _class_folders(root: Path) -> tuple[tuple[str, ...], int]:
-    """Names of the class folders, sorted; and how many links to nothing there are, one of which may be meant for one."""
+    """Names of the class folders, sorted; and the number of links to nothing, one of which may be meant for one."""
     found, num_dangling = [], 0
     for entry in _entries(root):
         if entry.name.startswith(".") or entry.name in SYSTEM_FOLDERS:

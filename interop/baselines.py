@@ -4,8 +4,8 @@ The same data, start, optimizer and exports; the blocks, the forward pass and wh
 queries, keys and values are three tensors: its checkpoints have blocks.N.attn.q, .k and .v in place of attn.qkv.
 """
 
-import functools
 import importlib
+from collections.abc import Sequence
 
 import timm.models.vision_transformer
 import torch
@@ -19,16 +19,15 @@ from runtime.tensors import local_slice, to_local
 from schema import ModelConfig, pair
 
 
-class TimmViT(timm.models.vision_transformer.VisionTransformer):
-    """timm's model, with what the entrypoints ask of one: see `vit.VisionTransformer`, whose methods these are."""
+class TimmViT(vit.TrainableModel, timm.models.vision_transformer.VisionTransformer):
+    """timm's model, as the entrypoints take one."""
 
     def __init__(self, cfg: ModelConfig) -> None:
-        norm_layer = functools.partial(nn.LayerNorm, eps=cfg.norm_eps)
         arguments = timm_arguments(vars(cfg))
-        super().__init__(**arguments, num_classes=cfg.num_classes, norm_layer=norm_layer, weight_init="skip")
+        super().__init__(**arguments, num_classes=cfg.num_classes, norm_layer=vit.norm_layer(cfg), weight_init="skip")
         self.cfg = cfg
-        self.scaling: dict[str, torch.Tensor] = {}  # of FP8, which it does not have
-        self.head.init_bias = cfg.init_head_bias
+        self.scaling = {}  # it has no FP8
+        assert self.pos_embed is not None  # timm can do without, schema.py has no such value
         self.pos_embed.requires_grad_(cfg.pos_embed == "learn")
         vit.set_fused_attn(self, cfg)
         vit.freeze(self, cfg)
@@ -37,15 +36,13 @@ class TimmViT(timm.models.vision_transformer.VisionTransformer):
         """(B, C, Y, X) -> (B, num_classes)."""
         return super().forward(x.to(self.patch_embed.proj.weight.dtype))
 
-    init_weights = vit.VisionTransformer.init_weights
-    reset_scaling = vit.VisionTransformer.reset_scaling
-    shard_units = vit.VisionTransformer.shard_units
-    no_weight_decay = vit.VisionTransformer.no_weight_decay
-    flops_per_image = vit.VisionTransformer.flops_per_image
+    def shard_units(self) -> Sequence[nn.Module]:
+        """The blocks."""
+        return list(self.blocks)
 
 
-class HuggingFaceViT(nn.Module):
-    """transformers.ViTForImageClassification, with what the entrypoints ask of a model."""
+class HuggingFaceViT(vit.TrainableModel):
+    """transformers.ViTForImageClassification, as the entrypoints take a model."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -69,7 +66,7 @@ class HuggingFaceViT(nn.Module):
         with torch.random.fork_rng(devices=[]):  # it draws weights, of which none stays
             self.hugging_face = transformers.ViTForImageClassification(config)
         self.cfg = cfg
-        self.scaling: dict[str, torch.Tensor] = {}  # of FP8, which it does not have
+        self.scaling = {}  # it has no FP8
         self.hugging_face.vit.embeddings.position_embeddings.requires_grad_(cfg.pos_embed == "learn")
         vit.freeze(self, cfg)
 
@@ -80,7 +77,7 @@ class HuggingFaceViT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: torch.device | None = None) -> None:
-        """The start of our own model, of which each rank draws the whole."""
+        """Take the first weights of our own model, which each rank draws whole."""
         with device or next(self.parameters()).device:
             ours = vit.VisionTransformer(self.cfg)
         ours.init_weights(seed)
@@ -91,18 +88,6 @@ class HuggingFaceViT(nn.Module):
         for name, parameter in self.named_parameters():
             to_local(parameter).copy_(local_slice(start[timm_name(name)], parameter))
 
-    def reset_scaling(self) -> None:
-        """Nothing to forget."""
-
-    def shard_units(self) -> list[nn.Module]:
-        """The modules to shard, compile and recompute one by one."""
+    def shard_units(self) -> Sequence[nn.Module]:
+        """The blocks."""
         return list(self.hugging_face.vit.layers)
-
-    def no_weight_decay(self) -> set[str]:
-        """Names, in timm, of the tensors of two or more dimensions that are not weights of a matrix product."""
-        return {"cls_token", "pos_embed"}
-
-    def flops_per_image(self) -> float:
-        """Our own model's, which does the same."""
-        with torch.device("meta"):
-            return vit.VisionTransformer(self.cfg).flops_per_image()

@@ -1,4 +1,4 @@
-"""What Hugging Face's ViT can be, and how it names activations."""
+"""Which options of a model Hugging Face's ViT supports, and its names for activations."""
 
 import dataclasses
 import importlib.util
@@ -8,6 +8,7 @@ from typing import Any
 
 from schema import ConfigError, ModelConfig, pair
 
+# timm's name, which model.act_layer takes -> Hugging Face's.
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_tanh": "gelu_pytorch_tanh",
@@ -15,7 +16,7 @@ ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
 }
-# What Hugging Face's ViT can be: option -> which values it has, and why no others.
+# Option of the model -> whether Hugging Face's ViT supports a value of it, and why it supports no others.
 LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "img_size": (lambda value: len({*pair(value)}) == 1, "its images are squares"),
     "patch_size": (lambda value: len({*pair(value)}) == 1, "its patches are squares"),
@@ -33,17 +34,17 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check(cfg: ModelConfig) -> None:
-    """Refuse by name what Hugging Face's ViT cannot be.
+    """Refuse a model that Hugging Face's ViT cannot express, or any if transformers is not installed.
 
     Raises:
-        ConfigError: naming the key, the value and why.
+        ConfigError: names the key, its value and the reason.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("model.implementation=hf, but transformers is not installed: pip install -r requirements.txt")
     rates = [field.name for field in dataclasses.fields(cfg) if field.name.endswith("_rate")]
     limits = LIMITS | {rate: (lambda value: value == 0, "its dropout is elsewhere") for rate in rates}
-    for key, (has, why) in limits.items():
+    for key, (supports, why) in limits.items():
         value = getattr(cfg, key)
-        if not has(value):
+        if not supports(value):
             value = json.dumps(value).strip('"')
             raise ConfigError(f"model.{key}={value} with model.implementation=hf: {why}; use ours or timm")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from schema import ConfigError
 
@@ -20,7 +21,7 @@ DATA_SETTINGS = ("mean", "std", "interpolation", "crop_pct", "exif_orientation",
 
 @contextlib.contextmanager
 def reading(what: str | Path, *, advice: str = "give a whole copy") -> Iterator[None]:
-    """Turns whatever a reader raises into one line.
+    """A context in which whatever a reader raises becomes one line.
 
     Raises:
         ConfigError: the reader raised; names `what`.
@@ -39,7 +40,7 @@ def reading(what: str | Path, *, advice: str = "give a whole copy") -> Iterator[
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
+    """The object that a JSON file holds.
 
     Raises:
         ConfigError: it cannot be read, or holds something else; names the file.
@@ -52,7 +53,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_state(folder: Path, *keys: str) -> dict[str, Any]:
-    """A step folder's state.json, which must have `keys`."""
+    """A step folder's state.json, which must have `keys`.
+
+    Raises:
+        ConfigError: it cannot be read, or a key is missing; names the file.
+    """
     state = read_json(folder / "state.json")
     for key in keys:
         if key not in state:
@@ -60,14 +65,27 @@ def read_state(folder: Path, *keys: str) -> dict[str, Any]:
     return state
 
 
-def read_step_weights(folder: Path, *, raw: bool = False) -> tuple[dict[str, Tensor], str]:
-    """The weights of a step folder in one process, and what they are; DCP reads nothing but what it is asked for.
+def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Shapes and types of a step folder's tensors by key, from DCP's index alone."""
+    tensors = {}
+    for key, entry in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata), f"{key} is no tensor"  # our checkpoints hold nothing else
+        tensors[key] = entry
+    return tensors
 
-    Their moving average, if the run had one and `raw` does not ask for the weights themselves.
+
+def read_step_weights(folder: Path, *, raw: bool = False) -> tuple[dict[str, Tensor], str]:
+    """The weights of a step folder, read in one process, and what they are: "weights" or "EMA weights".
+
+    The moving average, if the run had one, unless `raw` asks for the weights themselves. The optimizer's state, most of
+    the folder, is not read.
+
+    Raises:
+        ConfigError: the folder cannot be read.
     """
     with reading(folder), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process's work
-        entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        entries = stored_tensors(folder)
         part = "ema" if not raw and any(key.startswith("ema.") for key in entries) else "model"
         tensors = {
             key.removeprefix(f"{part}."): torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -11,7 +11,7 @@ import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import timm
@@ -116,6 +116,7 @@ def _read_folder(source: str, folder: Path) -> Source:
 
 
 def _read_file(source: str, file: Path, config_file: Path | None) -> Source:
+    """A file of tensors, and what `config_file`, timm's or Hugging Face's config.json, says of them."""
     config = read_json(config_file) if config_file else {}
     if config.get("model_type", "vit") != "vit":
         raise ConfigError(f"config.json has model_type={config['model_type']}: of Hugging Face's models only vit fits")
@@ -126,13 +127,13 @@ def _read_file(source: str, file: Path, config_file: Path | None) -> Source:
         content = _read_torch_file(file)
     tensors = _from_hugging_face(_plain_names(_unnested(content)))
     with reading("config.json"):
-        if config.get("model_type") == "vit":
+        if config_file and config.get("model_type") == "vit":  # Hugging Face's
             labels = config.get("id2label") or {}
             classes = [labels[key] for key in sorted(labels, key=int)]
             processor = config_file.with_name("preprocessor_config.json")
             settings = read_json(processor) if processor.is_file() else {}
             data = {"mean": settings.get("image_mean"), "std": settings.get("image_std")}
-            activations = {theirs: ours for ours, theirs in hugging_face.ACTIVATIONS.items()}
+            activations: dict[Any, str] = {theirs: ours for ours, theirs in hugging_face.ACTIVATIONS.items()}
             activation = config.get("hidden_act")
             img_size = config.get("image_size")
             options = {
@@ -218,7 +219,8 @@ def _read_timm_model(source: str, name: str) -> Source:
         model = timm.create_model(name, pretrained=True)
     if not isinstance(model, TimmViT):
         raise ConfigError(f"it is timm's {type(model).__name__}: give a VisionTransformer, timm.list_models('vit*')")
-    options, data = {"num_heads": model.blocks[0].attn.num_heads}, _settings(model.pretrained_cfg)
+    options = {"num_heads": model.get_submodule("blocks.0.attn").num_heads}
+    data = _settings(cast(dict[str, Any], model.pretrained_cfg))  # create_model puts it on the module
     return Source(model.state_dict(), model.patch_embed.grid_size, source, options, data=data)
 
 
@@ -258,7 +260,7 @@ def fit(
     with _about(source.description):
         _compare_options(source, cfg)
         tensors = dict(source.weights)
-        fresh = []
+        fresh: list[str] = []
         rows = next((tensors[name].shape[:1] for name in HEAD if name in tensors), ())
         known = bool(source.classes and classes)
         hidden = tensors[HIDDEN[0]].shape[0] if HIDDEN[0] in tensors else None
@@ -276,7 +278,7 @@ def fit(
         _compare_shapes(tensors, {name: shape for name, shape in wanted.items() if name not in fresh})
         tensors = {name: tensor.to(torch.float32).contiguous() for name, tensor in tensors.items()}
         kernel = tensors["patch_embed.proj.weight"]
-        tensors["patch_embed.proj.weight"] = resample_patch_embed(kernel, wanted["patch_embed.proj.weight"][2:])
+        tensors["patch_embed.proj.weight"] = resample_patch_embed(kernel, list(wanted["patch_embed.proj.weight"][2:]))
         tensors["pos_embed"] = _resample_positions(tensors["pos_embed"], source.grid, cfg)
         return tensors, fresh
 

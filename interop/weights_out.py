@@ -115,8 +115,8 @@ def export_hugging_face(step_folder: Path, target: Path, *, raw: bool = False) -
     """
     state = read_state(step_folder, "model", "classes", "data")
     model = state["model"]
-    for key, (has, why) in hugging_face.LIMITS.items():
-        if not has(model.get(key)):
+    for key, (supports, why) in hugging_face.LIMITS.items():
+        if not supports(model.get(key)):
             value = json.dumps(model[key]).strip('"')
             raise ConfigError(f"model.{key}={value} cannot be exported to Hugging Face: {why}; export to timm")
     tensors, kind = read_step_weights(step_folder, raw=raw)

@@ -1,1 +1,1 @@
-"""What a run tells about itself: metrics, trackers, profiles."""
+"""What a run reports about itself: metrics, trackers, profiles."""

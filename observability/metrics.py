@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, the console line, the progress bar, the summary; and the arithmetic of speed."""
+"""What a run reports: metrics.jsonl, the console line, the progress bar, the summary; and how speed is computed."""
 
 import json
 import logging
@@ -35,18 +35,18 @@ PEAK_BF16_FLOPS = {
 
 
 def top_k_hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """(B, 2), bool: whether the label is the first, and among the first five, of the classes by logit.
+    """(B, 2), bool: whether the label has the largest logit, and whether it is among the five largest.
 
     Args:
         logits: (B, num_classes).
-        labels: (B,); one that is no class, such as padding's, is never hit.
+        labels: (B,); one that is no class, such as padding's, is never a hit.
     """
     hits = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]  # B 5
     return torch.stack([hits[:, 0], hits.any(dim=1)], dim=1)
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """BF16 FLOP/s of the card by its datasheet; None where unknown, on a CPU too."""
+    """BF16 FLOP/s of the card by its datasheet; None for a CPU, or a card that is not in the table."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -55,7 +55,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def utilization(device: torch.device) -> float | None:
-    """Share of the last second (or sixth of one) in which the card computed anything; None where nobody can tell.
+    """Share (0 to 1) of the last second, or sixth of one, in which the card computed anything; None where unknown.
 
     NVML's number, by way of torch.cuda.utilization, which needs the package nvidia-ml-py and a whole card.
     """
@@ -88,13 +88,13 @@ class Speed:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new interval here: after a log line, and after time that is not training's (evaluation, saving)."""
+        """Start a new interval: after a log line, and after what is not training (evaluation, saving)."""
         self.start = time.perf_counter()
         self.waited = 0.0
         self.steps = 0
 
     def timed(self, batches: Iterator[T]) -> Iterator[T]:
-        """The same batches; the time that `next` takes counts as waiting for data."""
+        """The same batches; the time that getting each one takes counts as waiting for data."""
         while True:
             waiting_since = time.perf_counter()
             try:
@@ -105,7 +105,7 @@ class Speed:
             yield batch
 
     def count(self, step: int) -> None:
-        """Step number `step` is done. Notes when an epoch ends, by the clock of the host, which is a step ahead."""
+        """Note that step `step` is done, and when an epoch ends: by the host's clock, which is a step ahead."""
         self.steps += 1
         before, self.epoch = self.epoch, step / self.steps_per_epoch
         if int(before) == int(self.epoch):
@@ -116,7 +116,7 @@ class Speed:
         self.epoch_start = now
 
     def read(self) -> dict[str, float | None]:
-        """The interval's means, rounded to what is meant; starts the next interval. Call it in step with the device."""
+        """The interval's means by metric name, rounded; starts the next one. Call it when the device has caught up."""
         seconds = (time.perf_counter() - self.start) / max(self.steps, 1)
         rate = self.images_per_step / seconds
         cuda = self.device.type == "cuda"
@@ -141,7 +141,7 @@ def _gib(num_bytes: int) -> float:
 
 
 class MetricLogger:
-    """Writes on rank 0, does nothing elsewhere."""
+    """Writes a run's metrics to every outlet, on rank 0; on other ranks it only remembers the last values."""
 
     def __init__(self, cfg: Config, session: Session, *, start_step: int, total_steps: int, run_id: str) -> None:
         self.session = session
@@ -181,9 +181,9 @@ class MetricLogger:
             outlet.log(step, known)
 
     def close(self, step: int, best: dict[str, Any] | None) -> None:
-        """Say what was done up to `step`, and close everything; the last thing a run does with it.
+        """Log what was done up to `step`, and close everything; call it last.
 
-        wandb and TensorBoard are waited for when the process group is gone, so that no other rank is held up.
+        wandb and TensorBoard are waited for after the process group is gone, so that no other rank is held up.
         """
         self.bar.close()
         if not self.enabled:
@@ -219,7 +219,7 @@ def _duration(seconds: float) -> str:
 
 
 def _readable(values: dict[str, Any]) -> list[str]:
-    """Short names and sensible digits for the console: loss 0.6931  lr 1.00e-03  images/s 1,234."""
+    """Short names and few digits for the console: loss 0.6931  lr 1.00e-03  images/s 1,234."""
     texts = []
     for key, value in values.items():
         if value is None or key in QUIET:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def check(cfg: Config, sizes: RunSizes) -> None:
-    """Everything about the profile that must be right before a process group starts.
+    """Refuse what cannot be profiled, before a process group starts.
 
     Raises:
         ConfigError: a rank or a step that the run does not have; a memory snapshot without CUDA.
@@ -29,9 +29,10 @@ def check(cfg: Config, sizes: RunSizes) -> None:
         return
     if wanted.memory_snapshot and not torch.cuda.is_available():
         raise ConfigError("profiler.memory_snapshot=true needs a CUDA GPU: set it to false here")
-    if absent := [rank for rank in wanted.ranks or () if rank >= sizes.world_size]:
+    ranks = list(wanted.ranks or ())
+    if absent := [rank for rank in ranks if rank >= sizes.world_size]:
         raise ConfigError(
-            f"profiler.ranks={list(wanted.ranks)}: there is no rank {absent[0]} in a job of {sizes.world_size}; "
+            f"profiler.ranks={ranks}: there is no rank {absent[0]} in a job of {sizes.world_size}; "
             "leave it out, or set null for all ranks"
         )
     if last > (total := sizes.num_train_steps):
@@ -42,7 +43,7 @@ def check(cfg: Config, sizes: RunSizes) -> None:
 
 
 class Profiler:
-    """Call `step` when a step is done, all of it; profiles nothing where nothing is asked of this rank."""
+    """Profiles this rank's steps, if the config asks for any; call `step` after each one."""
 
     def __init__(self, cfg: Config, session: Session, *, start_step: int) -> None:
         wanted = cfg.profiler
@@ -75,7 +76,7 @@ class Profiler:
         self._before_step()
 
     def step(self) -> None:
-        """One more step is done."""
+        """Note that one more step is done."""
         self.done += 1
         if self.profile is not None:
             self.profile.step()
@@ -86,7 +87,7 @@ class Profiler:
         self._before_step()
 
     def close(self) -> None:
-        """Stop tracing; a trace that is not whole, because the run ended early, is written as far as it goes."""
+        """Stop tracing; where the run ended early, what was traced until then is written."""
         if self.profile is not None:
             self.profile.stop()
             self.profile = None

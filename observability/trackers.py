@@ -1,7 +1,7 @@
 """wandb and TensorBoard, beside metrics.jsonl: on rank 0 only, and never a reason for a run to stop or to wait.
 
-Each library is fed by a thread of its own. If it raises, or does not reach its server, that is one warning: the run
-goes on without it, and metrics.jsonl has every value anyway. One axis for training and validation: the step.
+Each library is called from a thread of its own. If it raises, or does not reach its server, the run logs one warning
+and goes on without it; metrics.jsonl has every value anyway. Training and validation share one axis, the step.
 """
 
 import contextlib
@@ -20,11 +20,13 @@ import yaml
 from schema import Config, to_plain
 
 logger = logging.getLogger(__name__)
-PATIENCE = 20.0  # seconds that a run which is done waits for a library to be done, too: less than torchrun lets it live
+PATIENCE = 20.0  # seconds that a finished run waits for a library to finish, too: less than torchrun lets it live
 
 
-class Wandb:
-    """One run at Weights & Biases over all resumes: its id is the run's own, which checkpoints keep."""
+class WandbTracker:
+    """One run at Weights & Biases, the same one over all resumes: its id is the run's own, which checkpoints keep."""
+
+    name = "wandb"
 
     def __init__(self, cfg: Config, output_dir: Path, run_id: str, start_step: int) -> None:
         import wandb  # only where it is asked for
@@ -34,7 +36,7 @@ class Wandb:
         # What the console shows is in train.log already, and wandb would catch a progress bar's every move.
         args["settings"] = {"console": "off"} | (args.get("settings") or {})
         ours = {"mode": cfg.wandb.mode, "id": run_id, "resume": "allow", "dir": str(output_dir)}
-        self.args = {"config": to_plain(cfg)} | ours | args
+        self.args: dict[str, Any] = {"config": to_plain(cfg)} | ours | args
 
     def start(self) -> None:
         """Reach the server, or open the file of an offline run."""
@@ -47,19 +49,21 @@ class Wandb:
         self.run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """One row."""
+        """Send one step's values, as one row."""
         self.run.log({"step": step, **values})
 
     def finish(self, summary: dict[str, float]) -> None:
-        """The summary, and the end."""
+        """Send the summary, then close the run."""
         try:
             self.run.summary.update(summary)
         finally:
             self.run.finish()
 
 
-class TensorBoard:
-    """Event files in <output_dir>/tensorboard: one curve a metric over all resumes."""
+class TensorBoardTracker:
+    """Event files in <output_dir>/tensorboard: one curve a metric, over all resumes."""
+
+    name = "tensorboard"
 
     def __init__(self, cfg: Config, output_dir: Path, run_id: str, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # only where it is asked for
@@ -75,22 +79,22 @@ class TensorBoard:
             self.writer.add_text(name, text, self.start_step)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """One point a metric, on the disk when it returns."""
+        """Write one point a metric; they are on the disk when it returns."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
     def finish(self, summary: dict[str, float]) -> None:
-        """The summary as a text, and the end."""
+        """Write the summary as a text, then close the file."""
         self.writer.add_text("summary", f"```\n{json.dumps(summary, indent=1)}\n```", self.start_step)
         self.writer.close()
 
 
 class TrackerThread:
-    """The thread that feeds one library, and the one place where its failures end."""
+    """The thread that calls one library, and the one place where its errors are caught."""
 
-    def __init__(self, kind: type[Wandb] | type[TensorBoard], *args: Any) -> None:
-        self.name = kind.__name__.lower()
+    def __init__(self, kind: type[WandbTracker] | type[TensorBoardTracker], *args: Any) -> None:
+        self.name = kind.name
         self.is_over = False
         self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._feed, name=self.name, daemon=True)
@@ -107,7 +111,7 @@ class TrackerThread:
             self.calls.put(lambda: self.tracker.log(step, values))
 
     def finish(self, summary: dict[str, float]) -> None:
-        """Hand over the last of it, and wait for the library, but not for long."""
+        """Hand over the summary, and wait for the library to be done, but no longer than PATIENCE."""
         if self.is_over:
             return
         self.calls.put(lambda: self.tracker.finish(summary))
@@ -117,6 +121,7 @@ class TrackerThread:
             self._give_up(f"not done {PATIENCE:.0f} s after the run")
 
     def _feed(self) -> None:
+        """What the thread does: make the calls that were handed over, in order, until None."""
         with self._failures():
             while (call := self.calls.get()) is not None:
                 call()
@@ -136,14 +141,14 @@ class TrackerThread:
 
 
 def start(cfg: Config, output_dir: Path, *, run_id: str, start_step: int) -> list[TrackerThread]:
-    """What the config asks for; call it on rank 0."""
-    asked_for = {Wandb: cfg.wandb.mode != "disabled", TensorBoard: cfg.tensorboard.enabled}
+    """A running thread for each library that the config asks for; call it on rank 0."""
+    asked_for = {WandbTracker: cfg.wandb.mode != "disabled", TensorBoardTracker: cfg.tensorboard.enabled}
     return [TrackerThread(kind, cfg, output_dir, run_id, start_step) for kind, is_on in asked_for.items() if is_on]
 
 
 @contextlib.contextmanager
 def _no_questions() -> Iterator[None]:
-    """Without a key wandb asks for one on a terminal; a run must not wait for the answer, so there is no terminal."""
+    """Inside, there is no terminal: without a key wandb would ask for one there, and the run would wait."""
     stdin = sys.stdin
     with open(os.devnull) as nothing:
         sys.stdin = nothing

@@ -39,10 +39,11 @@ import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+NO_EVALUATION = ("evaluation.every_n_steps=null", "evaluation.every_n_epochs=null")
 STOP_S = 60  # for a run to save and end in
 PACKAGES = ("torch", "torchvision", "timm", "megatron-fsdp", "transformer-engine", "hydra-core")
 PACKAGES += ("pillow", "nvidia-dali-cuda120")
@@ -157,8 +158,9 @@ def save(args: argparse.Namespace) -> dict[str, Any]:
         for way in ("false", "true"):
             with tempfile.TemporaryDirectory() as folder:
                 saves = [f"checkpoint.async_save={way}", f"checkpoint.save_every_n_steps={args.every}"]
+                saves += ["checkpoint.save_every_n_epochs=null"]
                 saves += ["checkpoint.save_final_model=false", "checkpoint.max_checkpoints=1"]
-                length = ["num_epochs=null", f"num_train_steps={3 * args.every}", "evaluation.every_n_steps=null"]
+                length = ["num_epochs=null", f"num_train_steps={3 * args.every}", *NO_EVALUATION]
                 lines, status = run(script, Path(folder), args, *saves, *length, "logger.frequency=1")
                 if status["state"] != "finished":
                     sys.exit(f"{script} was stopped at --timeout={args.timeout:g} before its last save: give it longer")
@@ -209,6 +211,7 @@ def build_variant(size: str, *, kind: str, te: bool = False, recipe: str | None 
     if te and recipe:
         overrides += [FP8, f"fp8_config.fp8_recipe={RECIPES[recipe]}"]
     cfg = launch.load_config("vit_base_patch16_224", [*overrides, "compile=false"])
+    model: Any
     context: Callable = contextlib.nullcontext
     if kind == "ours":
         with torch.device("cuda"):
@@ -216,7 +219,7 @@ def build_variant(size: str, *, kind: str, te: bool = False, recipe: str | None 
         model.init_weights(0)
         modeling.prepare_blocks(model, activation_checkpointing=False, compile=compile)
     else:
-        block = {"block_fn": bare_block()} if kind == "bare" else {}
+        block: dict[str, Any] = {"block_fn": bare_block()} if kind == "bare" else {}
         model = timm.create_model(f"vit_{size}_224", num_classes=1000, act_layer="gelu_tanh", **block).cuda()
         if compile:
             for each in model.blocks:
@@ -225,9 +228,7 @@ def build_variant(size: str, *, kind: str, te: bool = False, recipe: str | None 
             add_positions = model._pos_embed
             model._pos_embed = lambda x: add_positions(x).bfloat16()  # timm's FP32 positions would promote the stream
         if recipe:
-            from transformer_engine.common import recipe as recipes
-
-            made = getattr(recipes, RECIPES[recipe])()
+            made = getattr(importlib.import_module("transformer_engine.common.recipe"), RECIPES[recipe])()
             context = lambda: transformer_engine().autocast(recipe=made)  # noqa: E731
 
     def forward(images: Any) -> Any:
@@ -240,11 +241,11 @@ def build_variant(size: str, *, kind: str, te: bool = False, recipe: str | None 
 def bare_block() -> type:
     """A block of TransformerEngine's layers without any option: what ours must not be slower than."""
     import torch
-    from transformer_engine.pytorch.utils import SplitAlongDim
 
     from vit_te import transformer_engine
 
     engine = transformer_engine()
+    split = importlib.import_module("transformer_engine.pytorch.utils").SplitAlongDim
 
     class BareBlock(torch.nn.Module):
         def __init__(self, dim: int, num_heads: int, **_: Any) -> None:
@@ -259,7 +260,7 @@ def bare_block() -> type:
 
         def forward(self, x: Any) -> Any:
             heads = self.num_heads
-            q, k, v = SplitAlongDim.apply(self.qkv(x).unflatten(-1, (3 * heads, -1)), 2, [heads] * 3)
+            q, k, v = split.apply(self.qkv(x).unflatten(-1, (3 * heads, -1)), 2, [heads] * 3)
             x = x + self.proj(self.core(q, k, v))
             return x + self.mlp(x)
 
@@ -287,7 +288,7 @@ def compare_gradients(size: str, variants: list[str]) -> dict[str, dict[str, flo
     reference = timm.create_model(f"vit_{size}_224", num_classes=1000, act_layer="gelu_tanh").cuda().train()
     want = reference(images)
     F.cross_entropy(want, labels).backward()
-    want_grads = {name: p.grad for name, p in reference.named_parameters()}
+    want_grads = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     errors = {}
     for variant in variants:
         model, forward = build_variant(size, **(VARIANTS[variant] | {"compile": False}))
@@ -362,11 +363,11 @@ def gemm_rate() -> float:
 
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
-        a @ b
+        torch.matmul(a, b)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(20):
-        a @ b
+        torch.matmul(a, b)
     end.record()
     torch.cuda.synchronize()
     return 2 * 8192**3 * 20 / (start.elapsed_time(end) / 1e3) / 1e12
@@ -402,14 +403,15 @@ class Clocked:
 
 def cpu_seconds(dataset: Any, keys: list[Any], collate: Callable, batch: int) -> float:
     """CPU seconds an image that one loader process needs, putting batches together included."""
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, Dataset
 
     def gather(items: list[tuple[Any, float]]) -> tuple[Any, float]:
         collate([item for item, _ in items])
         return items[-1][1], time.process_time()
 
     batches = [keys[i : i + batch] for i in range(0, len(keys) - batch + 1, batch)]
-    loader = DataLoader(Clocked(dataset), batch_sampler=batches, num_workers=1, collate_fn=gather)
+    clocked = cast(Dataset, Clocked(dataset))  # in all but its base, for which this file would need torch at its top
+    loader = DataLoader(clocked, batch_sampler=batches, num_workers=1, collate_fn=gather)
     clocks = [after for _, after in loader]
     return (clocks[-1] - clocks[0]) / (len(batches) - 1) / batch  # the first batch warms up
 
@@ -461,7 +463,7 @@ def parts_of_a_image(dataset: Any, keys: list[Any]) -> dict[str, float]:
 def dali(files: list[str], size: int, interpolation: str, batch: int) -> Callable[[], float] | None:
     """A function that measures DALI's CPU seconds an image (decodes the crop, antialiased); None without DALI."""
     try:
-        from nvidia.dali import fn, pipeline_def, types
+        from nvidia.dali import fn, pipeline_def, types  # pyright: ignore[reportMissingImports]  (installed by hand)
     except ImportError:
         return None
 
@@ -600,7 +602,7 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     config_name, overrides = config_name_and_overrides(args.overrides)
     # One folder for all ranks; what a run writes there is of no interest.
     folder = Path(tempfile.gettempdir()) / f"profile-{os.environ.get('MASTER_PORT', os.getpid())}"
-    output = [f"output_dir={folder}", "checkpoint.ckpt_dir=null", "evaluation.every_n_steps=null"]
+    output = [f"output_dir={folder}", "checkpoint.ckpt_dir=null", *NO_EVALUATION]
     cfg = launch.load_config(config_name, [*overrides, *output, "logger.frequency=1000"], script=args.script)
     # The optimizer takes a step or two before the first of the run; the last ones are not needed. What comes between
     # the warm-up and the profile is timed without it.
@@ -653,13 +655,14 @@ def summarise(events: Any, steps: int) -> dict[str, Any]:
     window = kernels[-1][1] - kernels[0][0]
     busy, computing = covered(everything), covered(compute)
     per_step = {kind: round(time / 1e3 / steps, 2) for kind, time in kinds.items()}
+    longest = sorted(names, key=names.__getitem__)[:-16:-1]
     return {
         "step_ms": round(window / 1e3 / steps, 2),
         "kernels_ms": per_step,
         "communication_not_hidden_ms": round((busy - computing) / 1e3 / steps, 2),
         "gpu_idle_ms": round((window - busy) / 1e3 / steps, 2),
         "kernels_a_step": len(kernels) // steps,
-        "longest_ms": {name: round(names[name] / 1e3 / steps, 2) for name in sorted(names, key=names.get)[:-16:-1]},
+        "longest_ms": {name: round(names[name] / 1e3 / steps, 2) for name in longest},
     }
 
 

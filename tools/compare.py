@@ -45,12 +45,13 @@ import imagenet_dataset
 import vit
 from benchmark import config_name_and_overrides, write
 from input_pipeline import augment
+from input_pipeline.image_folders import Folder
 from interop.weights_out import timm_arguments
 from runtime import process_group
 from schema import Config, ConfigError, RunError, pair
 
 # What this loop can honour one value of.
-ONLY = """
+ONLY: str = """
     fp8_config.enabled=false model.transformer_engine=false model.representation_size=null
     model.drop_path_schedule=linear model.init_head_bias=0.0 model.freeze=null lr_scheduler.name=cosine
     data.source=folder data.repeated_augmentation=1 data.on_error=raise data.exif_orientation=false
@@ -87,8 +88,7 @@ def check(cfg: Config) -> None:
 
 def build_model(cfg: Config) -> VisionTransformer:
     """The model, with timm's first weights; fixed positions, if it has them, are the entrypoints'."""
-    norm_layer = functools.partial(nn.LayerNorm, eps=cfg.model.norm_eps)
-    arguments = timm_arguments(vars(cfg.model))
+    norm_layer, arguments = vit.norm_layer(cfg.model), timm_arguments(vars(cfg.model))
     model = VisionTransformer(**arguments, num_classes=cfg.model.num_classes, norm_layer=norm_layer)
     vit.set_fused_attn(model, cfg.model)
     if cfg.model.pos_embed == "sincos":  # which timm has not
@@ -103,7 +103,8 @@ def build_loader(cfg: Config, split: str, device: torch.device) -> Any:
         ConfigError: timm does not find the images that the entrypoints find.
     """
     data, channels, on_cuda = cfg.data, cfg.model.in_chans, device.type == "cuda"
-    found = imagenet_dataset.images(data, split)
+    found = imagenet_dataset.list_images(data, split)
+    assert isinstance(found, Folder)  # ONLY: data.source=folder
     class_map = {name: label for label, name in enumerate(found.classes)}  # of both splits: val may lack a class
     try:
         dataset = ImageDataset(found.root, class_map=class_map, input_img_mode="L" if channels == 1 else "RGB")
@@ -147,7 +148,7 @@ def build_loss(cfg: Config) -> tuple[Mixup | None, nn.Module]:
     return mixup, SoftTargetCrossEntropy() if mixup else LabelSmoothingCrossEntropy(smoothing)
 
 
-def build_optimizer(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
+def build_optimizer(model: VisionTransformer, cfg: Config) -> torch.optim.Optimizer:
     """The optimizer, with timm's groups of parameters."""
     if cfg.optimizer.name == "muon":
         return _muon(model, cfg)
@@ -162,7 +163,7 @@ def build_optimizer(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
     return create_optimizer_v2(model, name, **options)
 
 
-def _muon(model: nn.Module, cfg: Config) -> Muon:
+def _muon(model: VisionTransformer, cfg: Config) -> Muon:
     """Timm's Muon for the blocks' matrices, with Jordan's coefficients, and its AdamW for all else."""
     options = cfg.optimizer
     groups = param_groups_layer_decay(
@@ -178,11 +179,9 @@ def _muon(model: nn.Module, cfg: Config) -> Muon:
 
 def build_scheduler(optimizer: torch.optim.Optimizer, cfg: Config) -> CosineLRScheduler:
     """`step_update(step)` before update number `step`, 1 being the first, sets the rate of optim.lr_at."""
-    schedule = cfg.lr_scheduler
-    sizes = imagenet_dataset.run_sizes(cfg, 1)
-    length = sizes.schedule_steps
-    warmup = {"warmup_t": schedule.num_warmup_steps, "warmup_lr_init": schedule.warmup_start_lr, "warmup_prefix": True}
-    length = max(length - schedule.num_warmup_steps, 1)  # of the cosine, after the warmup
+    schedule, sizes = cfg.lr_scheduler, imagenet_dataset.run_sizes(cfg, 1)
+    warmup = {"warmup_t": sizes.num_warmup_steps, "warmup_lr_init": schedule.warmup_start_lr, "warmup_prefix": True}
+    length = max(sizes.schedule_steps - sizes.num_warmup_steps, 1)  # of the cosine, after the warmup
     return CosineLRScheduler(optimizer, t_initial=length, lr_min=schedule.min_lr, t_in_epochs=False, **warmup)
 
 
@@ -222,7 +221,7 @@ def train(cfg: Config) -> dict[str, Any]:
     """Train and evaluate; returns the results but for `wall_s`.
 
     Raises:
-        ConfigError: as `build_loader`.
+        ConfigError: timm does not find the images that the entrypoints find.
         RunError: the loss of a log step was not finite.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

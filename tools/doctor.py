@@ -95,6 +95,7 @@ def check_packages(root: Path = ROOT) -> Iterator[Row]:
 def check_cards() -> Iterator[Row]:
     """Each visible GPU: whether it computes, and whether it is free."""
     import torch
+    import torch.cuda.nccl
 
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") and torch.version.cuda:

@@ -41,6 +41,7 @@ import make_shards
 from schema import ConfigError
 
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
+DEVKIT_FILES = ("meta.mat", "ILSVRC2012_validation_ground_truth.txt")  # in its folder data
 WNIDS = tuple(sorted(ImageNetInfo().label_names()))
 NUM_IMAGES = {"train": 1_281_167, "val": 50_000}
 
@@ -85,8 +86,9 @@ def read_devkit(archive: Path) -> Devkit:
     try:
         with tarfile.open(archive, "r:gz") as tar:
             for member in tar:
-                if (name := os.path.basename(member.name)) in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt"):
-                    files[name] = tar.extractfile(member).read()
+                name = os.path.basename(member.name)
+                if name in DEVKIT_FILES and (file := tar.extractfile(member)) is not None:
+                    files[name] = file.read()
         synsets = loadmat(io.BytesIO(files["meta.mat"]), squeeze_me=True)["synsets"]
         leaves = [synset for synset in synsets if synset["num_children"] == 0]  # the others are their hypernyms
         wnids = {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in leaves}
@@ -136,7 +138,9 @@ class TrainArchive:
     def images(self, part: str) -> Iterator[ArchivedImage]:
         """Of the class `part`, in the order of the archive."""
         whole = self.parts[part]
-        with tarfile.open(self.path, "r:") as outer, outer.extractfile(whole) as inner:
+        with tarfile.open(self.path, "r:") as outer:
+            inner = outer.extractfile(whole)
+            assert inner is not None  # `members` gives regular files only
             for member in members(inner, length=whole.size, name=f"{self.path.name}: {whole.name}"):
                 offset = whole.offset_data + member.offset_data
                 yield ArchivedImage(part, os.path.basename(member.name), offset, member.size)
@@ -268,7 +272,11 @@ def prepare(args: argparse.Namespace) -> list[str]:
     devkit = read_devkit(args.archives / DEVKIT) if "val" in args.splits else None
     lines = []
     for split in args.splits:
-        archive = TrainArchive(args.archives / TRAIN) if split == "train" else ValArchive(args.archives / VAL, devkit)
+        if split == "train":
+            archive = TrainArchive(args.archives / TRAIN)
+        else:
+            assert devkit is not None  # read above
+            archive = ValArchive(args.archives / VAL, devkit)
         if args.shards:
             found = to_shards(archive, args.target, split, args)
         else:

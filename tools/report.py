@@ -97,7 +97,8 @@ def table(runs: list[Run]) -> str:
         return "-" if value is None else format(value, spec)
 
     def best(run: Run) -> str | None:
-        return "{} {:.4f} at step {:,}".format(*run.best()) if run.best() else None
+        found = run.best()
+        return "{} {:.4f} at step {:,}".format(*found) if found else None
 
     def model(run: Run) -> str:
         parts = {"width": "embed_dim", "depth": "depth", "patch": "patch_size", "image": "img_size"}
@@ -173,7 +174,7 @@ def draw(runs: list[Run], path: Path) -> None:
 
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure, grid = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
-    colours = list(plt.get_cmap("tab10" if len(runs) <= 10 else "tab20").colors)
+    colours = mpl.color_sequences["tab10" if len(runs) <= 10 else "tab20"]
     last = max(step for run in runs for step in run.rows)
     for axes, (title, unit, curves) in zip(grid.flat, PANELS, strict=True):
         drawn = {}
