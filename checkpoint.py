@@ -135,7 +135,7 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
     """
     if cfg.checkpoint.ckpt_dir is not None:
         _preflight(state, Path(cfg.checkpoint.ckpt_dir), session)
-    found = from_rank_0(_find(cfg) if session.is_main else None)
+    found = from_rank_0(_find(cfg, session) if session.is_main else None)
     if found is None:
         if (source := cfg.checkpoint.init_from) is not None:
             raise_on_all_ranks(lambda: _init_from(source, state, cfg, sizes), error=ConfigError)
@@ -226,12 +226,12 @@ def _init_from(name: str, state: TrainState, cfg: Config, sizes: RunSizes) -> No
         logger.warning("these weights were evaluated with %s, this run does otherwise", " ".join(others))
 
 
-def _find(cfg: Config) -> tuple[Path, dict[str, Any]] | None:
+def _find(cfg: Config, session: Session) -> tuple[Path, dict[str, Any]] | None:
     """Rank 0's decision: the newest checkpoint that is whole, and its state.json."""
     if cfg.checkpoint.ckpt_dir is None:
         return None
     ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
-    if not cfg.checkpoint.resume_from_checkpoint:
+    if not cfg.checkpoint.resume_from_checkpoint and not session.is_restart:
         _set_aside(ckpt_dir)
         return None
     complete = step_folders(ckpt_dir)

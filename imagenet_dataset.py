@@ -12,6 +12,7 @@ starts the stream at its step. Batches are uint8 (B, C, Y, X); they are normalis
 import functools
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -34,9 +35,10 @@ from input_pipeline.device_cache import (
 )
 from input_pipeline.image_folders import Folder, scan
 from runtime import preemption, seeding
-from schema import Config, ConfigError, DataConfig, RunSizes, pair
+from schema import Config, ConfigError, DataConfig, RankError, RunSizes, pair
 
 logger = logging.getLogger(__name__)
+LONGEST_TMPDIR = 75  # of a socket's 107 characters, what multiprocessing's /pymp-xxxxxxxx/listener-xxxxxxxx leaves
 PADDING = -1  # label of the images that fill up the last validation batch; they count for nothing
 
 Key = tuple[int, int]  # sample number, index into the data set
@@ -57,6 +59,11 @@ def run_sizes(cfg: Config, world_size: int) -> RunSizes:
     else:
         train = list_images(cfg.data, "train")
         num_train, num_val, classes = len(train), len(list_images(cfg.data, "val")), train.classes
+    if cfg.data.num_workers and (excess := len(tempfile.gettempdir()) - LONGEST_TMPDIR) > 0:
+        raise ConfigError(
+            f"TMPDIR={tempfile.gettempdir()} is {excess} characters too long for the sockets of loader processes: set "
+            "TMPDIR=/tmp, or data.num_workers=0"
+        )
     if len(classes) > cfg.model.num_classes:
         raise ConfigError(
             f"data.path={cfg.data.path} has {len(classes)} classes, model.num_classes={cfg.model.num_classes}: "
@@ -262,6 +269,7 @@ class Loader(DataLoader):
             num_workers=cfg.data.num_workers,
             persistent_workers=cfg.data.num_workers > 0,
             pin_memory=pin_memory and torch.cuda.is_available(),
+            timeout=cfg.data.worker_timeout_s if cfg.data.num_workers else 0,
             # A stop is asked of the ranks; workers go on until they end.
             worker_init_fn=functools.partial(preemption.shield, rank=os.getpid()),
             generator=torch.Generator(),  # a loader draws a seed for its workers: not from the run's own generator
@@ -273,7 +281,21 @@ class Loader(DataLoader):
         return self._readable(super().__iter__())  # whose workers start now, not at the first batch
 
     def _readable(self, batches: Iterator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for images, labels, failures in batches:
+        while True:
+            try:
+                images, labels, failures = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader"):
+                    raise
+                # torch's words for a worker that was killed, and for one that sends nothing.
+                reason = str(error).splitlines()[0].rstrip(". ")
+                raise RankError(
+                    f"no batch came from the loader processes: {reason}; see the lines above, `dmesg` where memory ran "
+                    f"out, data.num_workers={self.cfg.data.num_workers} and "
+                    f"data.worker_timeout_s={self.cfg.data.worker_timeout_s}"
+                ) from error
             for text in failures:
                 self._report(text)
             yield images, labels

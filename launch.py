@@ -98,7 +98,7 @@ check_versions()
 if IS_ENTRYPOINT:
     import_timm_without_wandb()
 
-from schema import Config, ConfigError, RunError, known_keys, split_batch  # noqa: E402  (after the versions' check)
+from schema import Config, ConfigError, RankError, RunError, known_keys, split_batch  # noqa: E402  (after the versions' check)
 
 
 def check_script(cfg: Config, script: str, world_size: int) -> None:
@@ -417,6 +417,8 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
         record(main)(cfg)  # torchrun then shows this process's error as the root cause
     except ConfigError as error:
         exit_with(str(error))
+    except RankError as error:
+        exit_with(f"rank {os.environ.get('RANK', '0')}: {error}", rank_variable=None, code=1)
     except RunError as error:
         exit_with(str(error), code=1)
     preemption.ignore()  # Python's own end would give the signals their default back: a late one would be a failure

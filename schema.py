@@ -22,6 +22,10 @@ class RunError(RuntimeError):
     """A failure while running that every rank raises alike: its text is the one line that the user reads."""
 
 
+class RankError(RunError):
+    """A failure of this rank alone, which speaks for itself; torchrun then ends the others."""
+
+
 Rate = Annotated[float, Field(ge=0, lt=1)]  # a probability that leaves something over
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -216,6 +220,8 @@ class DataConfig:
     """Pixels of an image as the model gets it, always model.img_size: one setting drives the model and both crops."""
     num_workers: NonNegativeInt
     """Loader processes a rank; the order and the pixels do not depend on it."""
+    worker_timeout_s: PositiveInt
+    """Seconds that loader processes may take for a batch; then the run ends, naming the rank."""
     resident: bool
     """For small images of one size: they are decoded once, kept in the device's memory, and in training cropped and
     augmented there; for sets that fit and models that outrun the loader."""

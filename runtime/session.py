@@ -35,6 +35,11 @@ class Session:
         return self.rank == 0
 
     @property
+    def is_restart(self) -> bool:
+        """Whether torchrun started this process again (--max-restarts), to go on with what the earlier one saved."""
+        return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+    @property
     def is_orphan(self) -> bool:
         """Whether the torchrun that started this process is gone, which would otherwise stop it when another fails."""
         return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent
