@@ -122,6 +122,7 @@ class Resumed:
     run_id: str  # the same over resumes
     best: dict[str, Any] | None  # {"step", "metric", "value"} of the best validation so far
     is_unscored: bool = False  # whether the step's evaluation was broken off
+    samples: int = 0  # images that the run has trained on, each counted as often as it was seen
 
 
 def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -> Resumed:
@@ -163,7 +164,42 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
     if session.is_main:
         _write_best(folder.parent, saved["best"])
     logger.info("resumed from %s (step %d)", folder, saved["step"])
-    return Resumed(saved["step"], saved["run_id"], saved["best"], saved.get("is_unscored", False))
+    for line in _stream_changes(saved, cfg, sizes):
+        logger.warning("%s", line)
+    is_unscored = saved.get("is_unscored", False)
+    return Resumed(saved["step"], saved["run_id"], saved["best"], is_unscored, saved["samples"])
+
+
+def _stream(cfg: Config, sizes: RunSizes) -> dict[str, int]:
+    """What decides which image a sample of the stream is."""
+    return {
+        "seed": cfg.seed,
+        "global_batch_size": cfg.global_batch_size,
+        "num_train_images": sizes.num_train_images,
+        "repeated_augmentation": cfg.data.repeated_augmentation,
+    }
+
+
+def _stream_changes(saved: dict[str, Any], cfg: Config, sizes: RunSizes) -> list[str]:
+    """A line for each thing by which this run's stream of samples is not the one that the checkpoint's run saw."""
+    then, now = saved.get("stream"), _stream(cfg, sizes)
+    if then is None:  # written before 0.2
+        return []
+    lines = []
+    if then["global_batch_size"] != now["global_batch_size"]:
+        seen, goes_on = saved["step"] * then["global_batch_size"], saved["step"] * now["global_batch_size"]
+        what = f"{abs(goes_on - seen)} samples are {'left out' if goes_on > seen else 'seen again'}"
+        lines.append(
+            f"global_batch_size was {then['global_batch_size']}, is {now['global_batch_size']}: "
+            f"step {saved['step'] + 1} begins at sample {goes_on} of the stream, not at {seen}; {what}"
+        )
+    for key in ("seed", "num_train_images", "repeated_augmentation"):
+        if then[key] != now[key]:
+            lines.append(
+                f"{key} was {then[key]}, is {now[key]}: from step {saved['step'] + 1} on the images come in another "
+                "order; some of this epoch's are seen again, some not at all"
+            )
+    return lines
 
 
 def _preflight(state: TrainState, ckpt_dir: Path, session: Session) -> None:
@@ -314,8 +350,8 @@ class Saver:
     writes it, one checkpoint at a time. That takes host memory of the size of a rank's part of a checkpoint.
     """
 
-    def __init__(self, state: TrainState, cfg: Config, session: Session, sizes: RunSizes, *, run_id: str) -> None:
-        self.state, self.cfg, self.session = state, cfg, session
+    def __init__(self, state: TrainState, cfg: Config, session: Session, sizes: RunSizes, *, resumed: Resumed) -> None:
+        self.state, self.cfg, self.session, self.resumed = state, cfg, session, resumed
         self.in_flight: concurrent.futures.Future | None = None
         self.step = 0  # of what was written last, or is being written
         self.group: dist.ProcessGroup | None = None  # None: the job's own
@@ -323,7 +359,8 @@ class Saver:
             return
         self.ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
         self.facts = {
-            "run_id": run_id,
+            "run_id": resumed.run_id,
+            "stream": _stream(cfg, sizes),
             "model": to_plain(cfg)["model"],
             "fp8_config": to_plain(cfg)["fp8_config"],
             "optimizer": cfg.optimizer.name,
@@ -412,7 +449,7 @@ class Saver:
     def _commit(self, temporary: Path, best: dict[str, Any] | None) -> None:
         """What rank 0 does when every rank has written."""
         final = temporary.with_suffix("")
-        samples = self.step * self.cfg.global_batch_size
+        samples = self.resumed.samples + (self.step - self.resumed.step) * self.cfg.global_batch_size
         state = {"step": self.step, "samples": samples, "best": best, "is_unscored": self.is_unscored}
         write_json(temporary / "state.json", state | self.facts)
         if final.exists():  # and was skipped at the start, so it is damaged

@@ -104,7 +104,7 @@ def train(
     flops = run.flops_per_image * (1 if cfg.model.freeze == "backbone" else 3)
     speed = Speed(session, cfg, sizes, start_step=resumed.step, flops_per_image=flops)
     profiler = Profiler(cfg, session, start_step=resumed.step)
-    saver = checkpoint.Saver(run.state, cfg, session, sizes, run_id=resumed.run_id)
+    saver = checkpoint.Saver(run.state, cfg, session, sizes, resumed=resumed)
     check = FiniteCheck(session.device, saver)
     progress = Progress(resumed.step, resumed.best, resumed.is_unscored)
 

@@ -1,14 +1,20 @@
-"""What the tests share: a tiny data set of real JPEGs, and ways to start real processes."""
+"""What the tests share: a tiny data set of real JPEGs, ways to start real processes, and to compare what they left.
 
-import launch  # noqa: F401  (before torch)
+README.md of this folder says what is here for what.
+"""
 
+import launch
+
+import contextlib
+import fcntl
 import functools
 import json
 import logging
 import os
+import random
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +26,10 @@ from safetensors.torch import load_file
 import schema
 from imagenet_dataset import build_loaders, list_images, run_sizes
 from optim import lr_at
+from runtime.session import Session
 
 SCRIPTS = ("train_ddp", "train_fsdp2", "train_mfsdp")
+CPU_SCRIPTS = SCRIPTS[:2]  # Megatron-FSDP needs a GPU
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)  # as torchrun does: the same sums in every process
 
@@ -61,6 +69,22 @@ ON_GPU = [
 ]
 
 
+def pytest_xdist_auto_num_workers(config):
+    """Processes of a test run: one for GPUs and Slurm, of which there is one set, and for a file or two; else two.
+
+    On many cores more, but tests start processes of their own.
+    """
+    asked_for = re.sub(r"not \w+", "", config.option.markexpr)
+    named = [argument.split("::")[0] for argument in config.args]
+    if re.search("gpu|slurm", asked_for) or (len(set(named)) < 3 and all(name.endswith(".py") for name in named)):
+        return 0
+    return max(2, min(8, (os.cpu_count() or 1) // 2))
+
+
+WANDB_KEY = "5f0c" * 10  # what a wandb key looks like
+WANDB_FAILURES = ("import raises", "init raises", "log raises", "summary raises", "finish raises", "init hangs")
+
+
 @pytest.fixture(
     scope="module", params=[pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.multi_gpu)]
 )
@@ -82,21 +106,6 @@ def handlers_of_one_test():
     root.setLevel(level)
 
 
-def mark_phase(file, phase, owner, name, seconds=0.0):
-    """From here on a call of owner.name writes `phase` to the open file as it begins, waits, and "step" as it ends."""
-    original = getattr(owner, name)
-
-    def marked(*args, **kwargs):
-        os.pwrite(file, phase.ljust(10).encode(), 0)
-        time.sleep(seconds)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            os.pwrite(file, b"step".ljust(10), 0)
-
-    setattr(owner, name, marked)
-
-
 def started_once(start):
     """A function: argument -> start(argument), run once; a failure is kept too, so that it is not started again."""
 
@@ -114,6 +123,31 @@ def started_once(start):
         return result
 
     return get
+
+
+def made_once(tmp_path_factory, name, make):
+    """The folder `name` and what `make(folder)` returned, which is called by the first of pytest's processes that asks.
+
+    The others (pytest-xdist's) wait for it and read its answer, which must be JSON. A failure is kept too.
+    """
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # of all workers
+    folder, answer = base / name, base / f"{name}.json"
+    with open(base / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not answer.exists():
+            folder.mkdir()
+            content = {}
+            try:
+                content["answer"] = make(folder)
+            except (Exception, AssertionError) as error:
+                content["error"] = str(error)
+            answer.write_text(json.dumps(content))
+    content = json.loads(answer.read_text())
+    if "error" in content:
+        pytest.fail(f"the runs failed: {content['error'][-3000:]}", pytrace=False)
+    return folder, content["answer"]
 
 
 def make_images(root):
@@ -136,10 +170,21 @@ def image_folder(tmp_path_factory):
     return make_images(tmp_path_factory.mktemp("images"))
 
 
+def tiny_config(*overrides):
+    """The config of a tiny run, for what needs no folder."""
+    return launch.load_config("L0_sanity", [*TINY, "output_dir=unused", *overrides], script="train_ddp")
+
+
 @pytest.fixture
 def tiny(image_folder, tmp_path):
     """Overrides for a tiny run on `images` in a folder of its own."""
     return [*TINY, f"data.path={image_folder}", f"output_dir={tmp_path / 'run'}"]
+
+
+def task_of(image_folder, folder, name, script, *overrides, base=TINY, output=None, **more):
+    """A task of `run_tasks`: a tiny run of `script` on the images, in the folder `output`, or `name`, of `folder`."""
+    places = [f"data.path={image_folder}", f"output_dir={folder / (output or name)}"]
+    return {"name": name, "script": script, "overrides": [*base, *places, *overrides], **more}
 
 
 def run_command(command, *, nproc=None, timeout=240, cwd=ROOT, env=None):
@@ -192,8 +237,8 @@ def loaders_of(cfg, *, rank=0, world_size=1, start_step=0):
 
 
 def rate_at(step, cfg):
-    """The learning rate of an update in a run of one process."""
-    return lr_at(step, cfg, run_sizes(cfg, 1))
+    """The learning rate of an update in a run of one process on the images of `make_images`."""
+    return lr_at(step, cfg, schema.RunSizes.of(cfg, world_size=1, num_train_images=60, num_val_images=23))
 
 
 def read_metrics(output_dir):
@@ -221,3 +266,142 @@ def assert_same(got, want, atol=0.0):
     assert got.keys() == want.keys()
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def error_of(function, *args, **kwargs):
+    """The text of the ConfigError that the call raises: one line."""
+    with pytest.raises(schema.ConfigError) as caught:
+        function(*args, **kwargs)
+    assert len(str(caught.value).splitlines()) == 1, str(caught.value)
+    return str(caught.value)
+
+
+def session_of(folder, **changes):
+    """What a lone process on the CPU is in its job; `changes` say otherwise."""
+    values = {"rank": 0, "local_rank": 0, "world_size": 1, "device": torch.device("cpu"), "output_dir": folder}
+    return Session(**(values | changes))
+
+
+def rng_state():
+    """Of the global generators of this process: torch's, NumPy's, Python's."""
+    _, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), (keys.tobytes(), *rest), random.getstate()
+
+
+@contextlib.contextmanager
+def rng_untouched():
+    """What happens inside leaves the global generators alone."""
+    before = rng_state()
+    yield
+    for name, now, then in zip(("torch", "numpy", "random"), rng_state(), before, strict=True):
+        assert now == then, f"the global state of {name} has changed"
+
+
+def make_files(root, files, *, size=(4, 4)):
+    """Files under `root`: a PNG where the name ends like an image's, text elsewhere, a folder where it ends in /."""
+    for name in files:
+        path = Path(root) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("/"):
+            path.mkdir(exist_ok=True)
+        elif path.suffix.lower() in Image.registered_extensions():
+            Image.new("RGB", size, (200, 100, 50)).save(path, format="PNG")
+        else:
+            path.write_text("no image")
+    return str(root)
+
+
+@pytest.fixture(scope="session")
+def coloured(tmp_path_factory):
+    """20 training and 11 validation images, each of one colour of its own, in classes 1, 2 and 10."""
+    root = tmp_path_factory.mktemp("coloured")
+    for split, count in (("train", 20), ("val", 11)):
+        order = np.random.default_rng(1).permutation(count)
+        for i, colour in enumerate(order):
+            folder = root / split / ("1", "2", "10")[i % 3]
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (17 + i, 40 - i), (int(colour) * 10, 7, 9)).save(folder / f"{i}.png")
+    return root
+
+
+@pytest.fixture
+def no_listing_kept():
+    """Shards and folders are listed anew, as by a new process."""
+    import make_shards
+    from input_pipeline import tar_shards
+
+    tar_shards.load.cache_clear()
+    make_shards.scan.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def made_shards(image_folder, tmp_path_factory):
+    """The shards of `image_folder`, 7 samples each."""
+    from shard_files import run_tool
+
+    import make_shards
+
+    target = tmp_path_factory.mktemp("made")
+    assert run_tool(make_shards, image_folder, target, "--samples-per-shard", 7) == 0
+    return target
+
+
+@pytest.fixture(scope="session")
+def stored_weights(tmp_path_factory):
+    """A small model's config, its checkpoints folder with two steps, of which the second counts, and the weights."""
+    from weight_files import small, write_step
+
+    folder, cfg = tmp_path_factory.mktemp("checkpoints"), small()
+    write_step(folder, cfg, step=3, seed=5)
+    _, tensors = write_step(folder, cfg, step=12)
+    (folder / "step_00000020").mkdir()  # cut off: no state.json
+    return cfg, folder, tensors
+
+
+@pytest.fixture(scope="session")
+def trained_run(image_folder, tmp_path_factory):
+    """The folder of a run of six steps on `image_folder`."""
+
+    def start(folder):
+        overrides = [*TINY, f"data.path={image_folder}", f"output_dir={folder}", "evaluation.every_n_steps=6"]
+        done = run_command([ROOT / "train_ddp.py", *overrides])
+        assert done.returncode == 0, done.stderr[-2000:]
+
+    return made_once(tmp_path_factory, "trained_run", start)[0]
+
+
+@pytest.fixture(scope="session")
+def observed(image_folder, tmp_path_factory):
+    """(outcomes, folder) of runs of two processes with trackers, profiles and the doctor: what one sees of a run."""
+
+    def start(folder):
+        task = functools.partial(task_of, image_folder, folder)
+        often = ["evaluation.every_n_steps=2", "checkpoint.save_every_n_steps=2", "checkpoint.max_checkpoints=null"]
+        half, whole = ([f"num_train_steps={n}", "lr_scheduler.num_training_steps=8", *often] for n in (4, 8))
+        offline, board, stub = "wandb.mode=offline", "tensorboard.enabled=true", ["wandb.mode=online"]
+        stub += ["wandb.init_args.project=vit"]
+        tasks = [
+            task("quiet", "train_ddp", "num_train_steps=2", call="train_and_tell"),
+            task("offline-4", "train_ddp", *half, offline, output="offline", before="wait_a_second"),
+            task("offline-8", "train_ddp", *whole, offline, output="offline", before="wait_a_second"),
+            task("board-first", "train_ddp", *half, board, output="board"),
+            task("board-again", "train_ddp", *whole, board, output="board", before="lose_newest_checkpoint"),
+            task("stub-a", "train_ddp", *half, *stub, output="stub", before="stub_wandb"),
+            task("stub-b", "train_ddp", *whole, *stub, output="stub", before="stub_wandb"),
+            task("stub-c", "train_ddp", *whole, *stub, output="stub", before="stub_wandb"),
+        ]
+        for failure in WANDB_FAILURES:
+            online = ["num_train_steps=3", "wandb.mode=online", f"wandb.init_args.name={failure}"]
+            tasks.append(task(failure, "train_ddp", *online, before="stub_wandb", call="train_and_tell"))
+        window = ["profiler.trace=true", "profiler.first_step=3", "profiler.num_steps=2"]
+        tasks.append(task("traced", "train_fsdp2", *window, "profiler.ranks=[1]"))
+        tasks.append(
+            task("untraced", "train_ddp", *window, "num_train_steps=7", "profiler.ranks=null", output="traced")
+        )
+        tasks.append(task("doctor", "train_ddp", call="doctor"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WANDB_API_KEY", WANDB_KEY)
+            return run_tasks(tasks, nproc=2, folder=folder)
+
+    folder, outcomes = made_once(tmp_path_factory, "observed", start)
+    return outcomes, folder

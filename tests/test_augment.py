@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import TINY, column, loaders_of, run_tasks
+from conftest import TINY, column, loaders_of, run_tasks, task_of
 from timm.data import Mixup as TimmMixup
 from timm.data.mixup import mixup_target
 from timm.data.random_erasing import RandomErasing as TimmErasing
@@ -205,7 +205,6 @@ def test_erased_boxes_and_their_noise_are_timms(size, probability):
 
 @pytest.mark.parametrize(("world_size", "num_workers", "micro"), [(1, 2, 24), (2, 0, 4), (3, 1, 8)])
 def test_augmented_stream_does_not_depend_on_who_reads_it(image_folder, world_size, num_workers, micro):
-    """D08."""
 
     def stream(world_size, num_workers, micro):
         cfg = config(*ALL, f"data.num_workers={num_workers}", f"micro_batch_size={micro}")
@@ -452,7 +451,6 @@ def test_every_policy_that_a_message_proposes_works(wrong):
     ("mixing", "key"), [("data.mixup=0.2", "data.mixup=0.2"), ("data.cutmix=1.0", "data.cutmix=1")]
 )
 def test_odd_micro_batch_is_refused_before_the_start(mixing, key):
-    """D13."""
     for world_size, micro in ((8, "null"), (1, "3"), (2, "1")):
         cfg = config(mixing, f"micro_batch_size={micro}")
         with pytest.raises(schema.ConfigError) as caught:
@@ -473,9 +471,8 @@ def runs(image_folder, tmp_path_factory):
     """Six steps with everything on, by one process and by two."""
     folder = tmp_path_factory.mktemp("augment")
 
-    def task(name, script, *overrides):
-        places = [f"data.path={image_folder}", f"output_dir={folder / name}", "checkpoint.ckpt_dir=null"]
-        return {"name": name, "script": script, "overrides": [*TINY, *OFF, *ALL, *places, *overrides]}
+    base = [*TINY, *OFF, *ALL, "checkpoint.ckpt_dir=null"]
+    task = functools.partial(task_of, image_folder, folder, base=base)
 
     deit3 = ["loss.name=sigmoid", "loss.label_smoothing=0", "loss.bce_target_thresh=0.0"]
     bce_sum = ["loss.name=sigmoid", "loss.bce_sum=true"]
@@ -510,6 +507,5 @@ def test_losses_are_of_their_size(runs):
 
 
 def test_evaluation_leaves_training_alone(runs):
-    """V02."""
     assert column(runs, "one-evaluated", "train/loss") == column(runs, "one-softmax", "train/loss")
     assert len(column(runs, "one-evaluated", "val/loss")) == 3

@@ -1,11 +1,13 @@
 """Checkpoints: complete or not there, exact, from any strategy and world size to any other. On CPU.
 
 What needs several processes runs in two sets of them a world size: the first saves, the second, from scratch, goes on
-with what the others have saved. The rest calls checkpoint.py in this process, a job of one rank.
+with what the others have saved; what begins or ends with more than two processes is slow. The rest calls checkpoint.py
+in this process, a job of one rank.
 """
 
 import launch
 
+import functools
 import itertools
 import json
 import logging
@@ -19,7 +21,18 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, TINY, assert_same, column, read_metrics, run_command, run_tasks, started_once, weights
+from conftest import (
+    CPU_SCRIPTS,
+    ROOT,
+    assert_same,
+    column,
+    read_metrics,
+    run_command,
+    run_tasks,
+    started_once,
+    task_of,
+    weights,
+)
 
 import checkpoint
 import schema
@@ -29,9 +42,8 @@ from runtime.process_group import dist_session
 from runtime.step_folders import step_folders
 from vit import VisionTransformer
 
-SCRIPTS = ("train_ddp", "train_fsdp2")
-SIZES = (1, 2, 3)
-WORLD_SIZES = [*SIZES, pytest.param(4, marks=pytest.mark.slow)]  # four processes on two cores take their time
+FEW, MANY = (1, 2), (3, 4)  # processes: with many, two cores take minutes
+WORLD_SIZES = [*FEW, *(pytest.param(size, marks=pytest.mark.slow) for size in MANY)]
 WHOLE = "lr_scheduler.num_training_steps=6"
 
 
@@ -42,23 +54,23 @@ def saved(image_folder, tmp_path_factory):
     @started_once
     def start(nproc):
         folder = tmp_path_factory.mktemp(f"saved_{nproc}")
-        tasks = []
-        for script in SCRIPTS:
+        task, tasks = functools.partial(task_of, image_folder, folder), []
+        for script in CPU_SCRIPTS:
             half = ["num_train_steps=3", WHOLE, "checkpoint.save_final_model=false"]
-            tasks.append(task(f"half-{script}", script, image_folder, folder, *half))
-            tasks.append(task(f"straight-{script}", script, image_folder, folder))
+            tasks.append(task(f"half-{script}", script, *half))
+            tasks.append(task(f"straight-{script}", script))
         if nproc == 2:
             every = ["checkpoint.save_every_n_steps=1", "checkpoint.max_checkpoints=null", "data.num_workers=0"]
-            for script in SCRIPTS:
+            for script in CPU_SCRIPTS:
                 for way in ("false", "true"):
                     options = [*every, f"checkpoint.async_save={way}"]
-                    tasks.append(task(f"async-{way}-{script}", script, image_folder, folder, *options))
+                    tasks.append(task(f"async-{way}-{script}", script, *options))
             for way in ("false", "true"):
                 full = ["checkpoint.save_every_n_steps=2", f"checkpoint.async_save={way}"]
                 options = {"before": "fill_the_disk_of_rank_1", "may_fail": True}
-                tasks.append(task(f"full-{way}", "train_fsdp2", image_folder, folder, *full, **options))
+                tasks.append(task(f"full-{way}", "train_fsdp2", *full, **options))
             apart = f"checkpoint.ckpt_dir={folder}/apart-${{oc.env:RANK}}"
-            tasks.append(task("apart", "train_ddp", image_folder, folder, apart, may_fail=True))
+            tasks.append(task("apart", "train_ddp", apart, may_fail=True))
         return run_tasks(tasks, nproc=nproc, folder=folder), folder
 
     return start
@@ -66,39 +78,38 @@ def saved(image_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def resumed(saved, image_folder, tmp_path_factory):
-    """A function: world size -> (outcomes, folder) of what goes on there with everything that was saved."""
+    """A function: (world size, sizes) -> (outcomes, folder): what was saved at these sizes goes on at the first."""
 
     @started_once
-    def start(nproc):
-        folder = tmp_path_factory.mktemp(f"resumed_{nproc}")
-        tasks = []
-        for script in SCRIPTS:
-            for source, size in itertools.product(SCRIPTS, (*SIZES, 4) if nproc == 4 else SIZES):
+    def start(where):
+        nproc, sizes = where
+        folder = tmp_path_factory.mktemp(f"resumed_{nproc}_from_{sizes[0]}")
+        task, tasks = functools.partial(task_of, image_folder, folder), []
+        for script in CPU_SCRIPTS:
+            for source, size in itertools.product(CPU_SCRIPTS, sizes):
                 name = f"{script}-from-{source}-{size}"
                 shutil.copytree(saved(size)[1] / f"half-{source}", folder / name)
-                tasks.append(task(name, script, image_folder, folder))
+                tasks.append(task(name, script))
             init = [f"checkpoint.init_from={saved(1)[1]}/half-train_ddp/checkpoints", "num_train_steps=1"]
             init += ["optimizer.lr=1e-30", "optimizer.weight_decay=0", "model.num_classes=8"]
-            tasks.append(task(f"init-{script}", script, image_folder, folder, *init))
+            tasks.append(task(f"init-{script}", script, *init))
         return run_tasks(tasks, nproc=nproc, folder=folder), folder
 
     return start
 
 
-def task(name, script, image_folder, folder, *overrides, **more):
-    base = [*TINY, f"data.path={image_folder}", f"output_dir={folder / name}", "num_train_steps=6"]
-    return {"name": name, "script": script, "overrides": [*base, *overrides], **more}
-
-
-@pytest.mark.parametrize("source", SCRIPTS)
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("source", CPU_SCRIPTS)
+@pytest.mark.parametrize("script", CPU_SCRIPTS)
 @pytest.mark.parametrize(
     ("size", "nproc"),
-    [*itertools.product(SIZES, SIZES), *(pytest.param(size, 4, marks=pytest.mark.slow) for size in (*SIZES, 4))],
+    [
+        pytest.param(*sizes, marks=[pytest.mark.slow] if max(sizes) > 2 else [])
+        for sizes in itertools.product((*FEW, *MANY), repeat=2)
+    ],
 )
 def test_any_to_any(saved, resumed, nproc, script, source, size):
-    """C03, C06, X05: three steps there and three here are six steps; bit for bit where the sums are the same."""
-    _, folder = resumed(nproc)
+    """Three steps there and three here are six steps; bit for bit where the sums are the same."""
+    _, folder = resumed((nproc, FEW if size in FEW else MANY))
     name = f"{script}-from-{source}-{size}"
     exact = size == nproc and (script == source or nproc < 3)
     _, straight = saved(nproc if exact else 1)
@@ -111,10 +122,10 @@ def test_any_to_any(saved, resumed, nproc, script, source, size):
 
 
 @pytest.mark.parametrize("nproc", WORLD_SIZES)
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_init_from_is_not_resume(saved, resumed, nproc, script):
-    """M10: weights only, another head drawn anew, the step and the schedule from the start."""
-    _, folder = resumed(nproc)
+    """Weights only, another head drawn anew, the step and the schedule from the start."""
+    _, folder = resumed((nproc, FEW))
     got = weights(folder, f"init-{script}")
     at = saved(1)[1] / "half-train_ddp/checkpoints/step_00000003"
     want = {f"model.{name}": torch.empty_like(tensor) for name, tensor in got.items() if "head" not in name}
@@ -128,9 +139,9 @@ def test_init_from_is_not_resume(saved, resumed, nproc, script):
     assert "drawn anew: head.weight, head.bias" in (folder / f"init-{script}/train.log").read_text()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_async_saves_hold_their_steps_weights(saved, script):
-    """C17: a save every step, training going on meanwhile, and the process ends right after the last one."""
+    """A save every step, training going on meanwhile, and the process ends right after the last one."""
     _, folder = saved(2)
     assert column(folder, f"async-true-{script}", "train/loss") == column(folder, f"async-false-{script}", "train/loss")
     for step in range(1, 7):
@@ -148,7 +159,7 @@ def test_async_saves_hold_their_steps_weights(saved, script):
 
 @pytest.mark.parametrize("way", ["false", "true"])
 def test_a_full_disk_stops_all_ranks_and_leaves_the_checkpoint_before(saved, way):
-    """C13: rank 1 cannot write its part of step 4."""
+    """Rank 1 cannot write its part of step 4."""
     outcomes, folder = saved(2)
     errors = {rank["error"] for rank in outcomes[f"full-{way}"]}
     assert len(errors) == 1
@@ -235,7 +246,7 @@ def cut(path):
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(job, damage, caplog):
-    """C01: the one before it is taken; a later save in its place works and loses nothing."""
+    """The one before it is taken; a later save in its place works and loses nothing."""
     first = job("checkpoint.max_checkpoints=null")
     first.restore()
     first.save(8, 10)
@@ -252,7 +263,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(job, damage, caplog):
 
 
 def test_steps_are_numbers(job):
-    """C02: 9 < 10 < 100, also beyond eight digits."""
+    """9 < 10 < 100, also beyond eight digits."""
     first = job("checkpoint.max_checkpoints=2")
     first.restore()
     first.save(9, 10, 100)
@@ -264,7 +275,7 @@ def test_steps_are_numbers(job):
 
 
 def test_pruning_spares_the_best_and_what_it_does_not_know(job):
-    """C11: and an earlier deletion that was cut short is finished."""
+    """And an earlier deletion that was cut short is finished."""
     one = job("checkpoint.max_checkpoints=1")
     one.restore()
     best = {"step": 2, "metric": "val/top1", "value": 0.5}
@@ -281,7 +292,7 @@ def test_pruning_spares_the_best_and_what_it_does_not_know(job):
 
 
 def test_the_best_result_is_part_of_each_checkpoint(job):
-    """C12: also where the process died before best.json was written; an older checkpoint knows the best of its time."""
+    """Also where the process died before best.json was written; an older checkpoint knows the best of its time."""
     first = job("checkpoint.max_checkpoints=null")
     first.restore()
     old, new = ({"step": step, "metric": "val/top1", "value": value} for step, value in ((2, 0.5), (4, 0.7)))
@@ -307,7 +318,6 @@ def test_the_best_result_is_part_of_each_checkpoint(job):
     ],
 )
 def test_another_run_is_refused_by_the_first_difference(job, key, value, expected):
-    """C14, C18."""
     first = job()
     first.restore()
     first.save(2)
@@ -322,7 +332,7 @@ def test_another_run_is_refused_by_the_first_difference(job, key, value, expecte
 
 
 def test_a_tensor_too_many_is_refused_by_name(job):
-    """C18: DCP alone would ignore it."""
+    """DCP alone would ignore it."""
     first = job()
     first.restore()
     first.save(2)
@@ -339,7 +349,7 @@ def test_a_tensor_too_many_is_refused_by_name(job):
 
 
 def test_everything_is_read_without_unpickling_anything_of_ours(job, tmp_path):
-    """C15: JSON, and tensors that torch loads with weights_only=True once its own tool has put them into one file."""
+    """JSON, and tensors that torch loads with weights_only=True once its own tool has put them into one file."""
     one = job()
     one.restore()
     one.save(2, best={"step": 2, "metric": "val/top1", "value": float(torch.tensor(0.25))})
@@ -352,7 +362,7 @@ def test_everything_is_read_without_unpickling_anything_of_ours(job, tmp_path):
 
 
 def test_a_folder_without_room_is_refused_before_the_first_step(job, monkeypatch):
-    """C13: how much is free and how much a checkpoint takes. The file system's answer cannot be had otherwise."""
+    """How much is free and how much a checkpoint takes. The file system's answer cannot be had otherwise."""
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(schema.ConfigError, match=r"has 9.31e-07 GiB free, a checkpoint takes \S+ GiB: make room"):
@@ -370,9 +380,10 @@ def test_another_run_on_the_same_checkpoints_is_refused_while_it_lives(tiny, tmp
     """Two output folders, one ckpt_dir. A killed run holds nothing, even while its loader processes live on."""
     shared = f"checkpoint.ckpt_dir={tmp_path}/shared"
     code = (
-        "import schema, distributed, os, sys, time\n"
+        "import launch, os, sys, time\n"
+        "from runtime.process_group import dist_session\n"
         "cfg = launch.load_config('L0_sanity', sys.argv[1:])\n"
-        "with distributed.dist_session(cfg):\n"
+        "with dist_session(cfg):\n"
         "    if os.fork() == 0: time.sleep(60)\n"
         "    print('held', flush=True); time.sleep(60)\n"
     )
@@ -396,7 +407,7 @@ def test_another_run_on_the_same_checkpoints_is_refused_while_it_lives(tiny, tmp
 
 
 def test_ranks_whose_torchrun_died_stop_before_the_next_save(tiny, tmp_path):
-    """R02: and another start, once they are gone, goes on."""
+    """And another start, once they are gone, goes on."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [ROOT / "tests/worker.py", tmp_path / "tasks.json", tmp_path]
     overrides = [*tiny, "num_train_steps=100000", "checkpoint.save_every_n_steps=5", "logger.frequency=5"]

@@ -66,10 +66,12 @@ def refused(tiny, tmp_path, capsys):
     ids=" ".join,
 )
 @pytest.mark.parametrize("layer_decay", ["null", "0.5"])
-def test_rates_are_the_entrypoints(overrides, layer_decay):
+def test_rates_are_the_entrypoints(image_folder, overrides, layer_decay):
     length, *schedule = overrides
     schedule = [f"lr_scheduler.{override}" for override in schedule]
-    cfg = launch.load_config("L0_sanity", [*TINY, length, *schedule, f"optimizer.layer_decay={layer_decay}"])
+    cfg = launch.load_config(
+        "L0_sanity", [*TINY, f"data.path={image_folder}", length, *schedule, f"optimizer.layer_decay={layer_decay}"]
+    )
     optimizer = compare.build_optimizer(compare.build_model(cfg), cfg)
     scheduler = compare.build_scheduler(optimizer, cfg)
     for step in range(1, cfg.num_train_steps + 1):

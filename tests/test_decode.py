@@ -110,7 +110,6 @@ def odd_images():
 @pytest.mark.parametrize("name", odd_images())
 @pytest.mark.parametrize("in_chans", [1, 3])
 def test_every_kind_of_image_shows_its_colour(name, in_chans):
-    """D05, D06."""
     data, rgb = odd_images()[name]
     grey = round(0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2])
     for way in DECODERS:
@@ -121,7 +120,7 @@ def test_every_kind_of_image_shows_its_colour(name, in_chans):
 
 
 def test_grey_of_16_bits_keeps_all_its_values():
-    """D05: Pillow's own conversion would make nearly all of them white."""
+    """Pillow's own conversion would make nearly all of them white."""
     ramp = np.arange(0, 65536, 64, dtype=np.uint16).reshape(32, 32)
     image = decoder().tensor(file_of(Image.fromarray(ramp)))
     assert torch.equal(image[0], torch.from_numpy(np.round(ramp / 257).astype(np.uint8)))
@@ -136,7 +135,7 @@ def test_values_of_no_known_range_are_refused(mode):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied_by_a_switch_that_all_share(tmp_path, orientation):
-    """D07: four corners of an upright image, stored turned as the tag says."""
+    """Four corners of an upright image, stored turned as the tag says."""
     upright = Image.new("RGB", (40, 24))
     for i, colour in enumerate([(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)]):
         upright.paste(colour, (20 * (i % 2), 12 * (i // 2), 20 * (i % 2) + 20, 12 * (i // 2) + 12))
@@ -192,7 +191,7 @@ def damaged():
 
 @pytest.mark.parametrize("name", damaged())
 def test_damage_is_an_error_whatever_decodes(name):
-    """D01; also where EXIF is asked for, which meets a PNG's damage first."""
+    """Also where EXIF is asked for, which meets a PNG's damage first."""
     data, text = damaged()[name]
     for way, switch in itertools.product(DECODERS, ("true", "false")):
         with pytest.raises(decode.ImageError, match=text):
@@ -284,7 +283,7 @@ def batches(cfg, split, *, rank=0, world_size=1):
 
 
 def test_skipping_replaces_by_the_next_image_whatever_reads(spoilt):
-    """D01: the other samples stay what they were, and the number of batches too."""
+    """The other samples stay what they were, and the number of batches too."""
     folder, bad = spoilt
     cfg = config(folder, "data.on_error=skip", "num_train_steps=8", "data.hflip=0")
     images, labels = batches(cfg, 0)
@@ -336,7 +335,7 @@ def test_a_folder_of_nothing_readable_ends(tmp_path):
 
 @pytest.mark.parametrize("nproc", [2])
 def test_policies_under_two_processes(spoilt, tmp_path, nproc):
-    """D01: skip trains to the end with equal steps, raise ends every rank with the file's name."""
+    """Skip trains to the end with equal steps, raise ends every rank with the file's name."""
     folder, bad = spoilt
     base = [*TINY, f"data.path={folder}", "evaluation.every_n_steps=6", "data.num_workers=1"]
     run_tasks(

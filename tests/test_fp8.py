@@ -8,13 +8,14 @@ Two starts of processes for each number of GPUs: the second goes on, from scratc
 
 import launch  # noqa: F401  (before torch)
 
+import functools
 import json
 
 import pytest
 import timm
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ON_GPU, SCRIPTS, TINY, column, read_metrics, run_tasks, started_once, weights
+from conftest import ON_GPU, SCRIPTS, TINY, column, read_metrics, run_tasks, started_once, task_of, weights
 
 TE = ["model.act_layer=gelu_tanh", "model.transformer_engine=true"]
 DELAYED = [*TE, "fp8_config.enabled=true"]
@@ -59,9 +60,7 @@ def runs(image_folder, tmp_path_factory):
 
 
 def _tasks(nproc, image_folder, folder):
-    def task(name, script, *overrides, output=None, **more):
-        base = [*TINY, *ON_GPU, f"data.path={image_folder}", f"output_dir={folder / (output or name)}"]
-        return {"name": name, "script": script, "overrides": [*base, *overrides], **more}
+    task = functools.partial(task_of, image_folder, folder, base=[*TINY, *ON_GPU])
 
     first, second = [], []
     unsaved = "checkpoint.ckpt_dir=null"
@@ -132,7 +131,7 @@ def test_trains(runs, nproc, script, recipe):
     [(s, r) for s in SCRIPTS for r in GRID] + [("train_mfsdp", f"{r}-weights") for r in FP8],
 )
 def test_a_fresh_process_goes_on_as_the_straight_run(runs, nproc, script, recipe):
-    """F03, F04: scales and their history come with the checkpoint, and exist before a first forward pass."""
+    """Scales and their history come with the checkpoint, and exist before a first forward pass."""
     _, folder = runs(nproc)
     want, got = (losses(folder, f"{script}-{recipe}{end}") for end in ("", "-resumed"))
     assert got == pytest.approx(want, abs=1e-3)
@@ -143,7 +142,7 @@ def test_a_fresh_process_goes_on_as_the_straight_run(runs, nproc, script, recipe
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("recipe", [*GRID, *(f"{name}-weights" for name in FP8)])
 def test_export_is_timms(runs, nproc, script, recipe):
-    """F03: timm's names, all of them and no other, no _extra_state; timm loads them strictly."""
+    """Timm's names, all of them and no other, no _extra_state; timm loads them strictly."""
     if recipe.endswith("-weights") and script != "train_mfsdp":
         pytest.skip("FP8 weights are Megatron-FSDP's")
     _, folder = runs(nproc)
@@ -155,7 +154,7 @@ def test_export_is_timms(runs, nproc, script, recipe):
 
 
 def test_checkpoint_keeps_its_size_and_holds_no_extra_state(runs, nproc):
-    """F03, F04: scales are tensors with names of their own; step 10's checkpoint is as large as step 20's."""
+    """Scales are tensors with names of their own; step 10's checkpoint is as large as step 20's."""
     _, folder = runs(nproc)
     for script in SCRIPTS:
         root = folder / f"{script}-delayed-resumed/checkpoints"
@@ -175,7 +174,7 @@ def test_every_strategy_goes_on_with_every_others_fp8(runs, nproc):
 
 
 def test_bf16_and_fp8_runs_resume_each_other(runs, nproc):
-    """F03: BF16 -> FP8 finds its scales anew, and says so; FP8 -> BF16 leaves them aside."""
+    """BF16 -> FP8 finds its scales anew, and says so; FP8 -> BF16 leaves them aside."""
     _, folder = runs(nproc)
     assert losses(folder, "chain-mixed") == pytest.approx(losses(folder, "train_ddp-bf16"), abs=0.1)
     assert (folder / "chain-mixed/train.log").read_text().count("found anew") == 1
@@ -203,7 +202,7 @@ def test_recompute_changes_nothing(runs, nproc, script, recipe):
 
 @pytest.mark.parametrize(("script", "recipe", "images"), ODD)
 def test_any_batch_size_works(runs, nproc, script, recipe, images):
-    """F01: in training, and in validation, whose last batch is short."""
+    """In training, and in validation, whose last batch is short."""
     _, folder = runs(nproc)
     metrics = read_metrics(folder / f"{script}-{recipe}-odd")
     assert metrics[3]["val/images"] == 23
@@ -212,7 +211,7 @@ def test_any_batch_size_works(runs, nproc, script, recipe, images):
 
 @pytest.mark.parametrize("classes", [3, 10, 1000])
 def test_any_number_of_classes_works(runs, nproc, classes):
-    """F02: the head is not quantized."""
+    """The head is not quantized."""
     _, folder = runs(nproc)
     assert len(losses(folder, f"classes-{classes}")) == 2
 
@@ -228,7 +227,7 @@ def test_recipe_arguments_do_something(runs, nproc, name):
 
 
 def test_evaluation_leaves_the_scales_alone(runs, nproc):
-    """V02: with an evaluation every two steps, or none before step 10, the same losses bit for bit."""
+    """With an evaluation every two steps, or none before step 10, the same losses bit for bit."""
     _, folder = runs(nproc)
     assert losses(folder, "evaluated") == losses(folder, "train_ddp-delayed")[:8]
 
@@ -242,7 +241,7 @@ def test_fp8_weights_start_from_the_float32_ones(runs, nproc):
 
 
 def test_attention_backend_is_logged_once(runs, nproc):
-    """F05: which attention TransformerEngine chose stands in the log of the process's first such run."""
+    """Which attention TransformerEngine chose stands in the log of the process's first such run."""
     _, folder = runs(nproc)
     log = (folder / "train_ddp-bf16/train.log").read_text()
     lines = [line for line in log.splitlines() if "Running with" in line]

@@ -6,13 +6,14 @@ pytest -m multi_gpu  two GPUs
 
 import launch
 
+import functools
 import itertools
 import json
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ON_GPU, SCRIPTS, TINY, column, run_tasks, started_once, weights
+from conftest import ON_GPU, SCRIPTS, TINY, column, run_tasks, started_once, task_of, weights
 
 from modeling import record_graphs
 from runtime import process_group
@@ -36,15 +37,15 @@ def runs(image_folder, tmp_path_factory):
     @started_once
     def start(nproc):
         folder = tmp_path_factory.mktemp(f"gpus_{nproc}")
-        return run_tasks(_tasks(nproc, image_folder, folder), nproc=nproc, folder=folder, timeout=400, strict=False), folder
+        return run_tasks(
+            _tasks(nproc, image_folder, folder), nproc=nproc, folder=folder, timeout=400, strict=False
+        ), folder
 
     return start
 
 
 def _tasks(nproc, image_folder, folder):
-    def task(name, script, *overrides, output=None, **more):
-        base = [*TINY, *ON_GPU, f"data.path={image_folder}", f"output_dir={folder / (output or name)}"]
-        return {"name": name, "script": script, "overrides": [*base, *overrides], **more}
+    task = functools.partial(task_of, image_folder, folder, base=[*TINY, *ON_GPU])
 
     tasks = []
     for script, k in itertools.product(SCRIPTS, (1, 2, 4)):
@@ -138,7 +139,7 @@ def test_optimizers_agree(runs, nproc, name):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_averages_leave_the_weights_alone(runs, nproc, script):
-    """C19: evaluated, and taken out again bit for bit."""
+    """Evaluated, and taken out again bit for bit."""
     _, folder = runs(nproc)
     for key in ("train/loss", "val/loss"):
         assert column(folder, f"ema-{script}", key) == column(folder, f"bare-{script}", key)
@@ -156,7 +157,7 @@ def test_averages_resume_anywhere(runs, nproc):
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_gradients_equal_ddps(runs, nproc, script, k):
-    """X09: scale and direction of every tensor's gradient, over accumulation and a group of one rank."""
+    """Scale and direction of every tensor's gradient, over accumulation and a group of one rank."""
     _, folder = runs(nproc)
     got, want = (torch.load(folder / f"{name}/gradients.pt") for name in (f"{script}-{k}", "train_ddp-1"))
     whole = torch.cat([w.flatten() for w in want]).norm()
@@ -169,7 +170,7 @@ def test_gradients_equal_ddps(runs, nproc, script, k):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_first_update_is_adamws(runs, nproc, script):
-    """X08: neither too small nor decayed twice, decay on matrices only, the counter at 1.
+    """Neither too small nor decayed twice, decay on matrices only, the counter at 1.
 
     DDP's autocast keeps layer norms in FP32, the other two compute them in BF16 and so agree with each other closely.
     """
@@ -190,7 +191,7 @@ def test_first_update_is_adamws(runs, nproc, script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_initial_weights_are_the_same_float32_tensors(runs, nproc, script):
-    """X01: under Megatron-FSDP too, whose main weights start as copies of BF16 ones."""
+    """Under Megatron-FSDP too, whose main weights start as copies of BF16 ones."""
     _, folder = runs(nproc)
     want = weights(folder, "init-train_ddp")
     assert any((w != w.bfloat16().float()).any() for w in want.values())
@@ -220,7 +221,7 @@ def test_compile_recompute_and_graphs_change_nothing(runs, nproc, script, option
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_fused_adamw_moves_every_tensor_as_torchs_does(runs, nproc, script):
-    """X07: also tensors of which most ranks hold nothing (cls_token). Against plain tensors, the same gradients."""
+    """Also tensors of which most ranks hold nothing (cls_token). Against plain tensors, the same gradients."""
     _, folder = runs(nproc)
     start, final = weights(folder, "init-train_ddp"), weights(folder, f"hot-{script}")
     gradients = torch.load(folder / f"hot-{script}/gradients.pt")
@@ -240,7 +241,6 @@ def test_fused_adamw_moves_every_tensor_as_torchs_does(runs, nproc, script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_infinite_loss_on_one_rank_stops_all_and_saves_nothing(runs, nproc, script):
-    """M11."""
     outcomes, folder = runs(nproc)
     errors = {rank["error"] for rank in outcomes[f"diverges-{script}"]}
     assert len(errors) == 1
@@ -249,7 +249,7 @@ def test_an_infinite_loss_on_one_rank_stops_all_and_saves_nothing(runs, nproc, s
 
 
 def test_every_strategy_resumes_every_other(runs, nproc):
-    """C16: losses go on as the straight run's, weights and optimizer state included."""
+    """Losses go on as the straight run's, weights and optimizer state included."""
     outcomes, folder = runs(nproc)
     want = column(folder, "train_ddp-1", "train/loss")
     chains = sorted({name.rsplit("-", 1)[0] for name in outcomes if name.startswith("chain-")})
@@ -260,7 +260,7 @@ def test_every_strategy_resumes_every_other(runs, nproc):
 
 
 def test_mfsdp_resumes_itself_as_if_it_had_not_stopped(runs, nproc):
-    """C16: the part of a chain that is Megatron-FSDP alone, steps 9 to 14 after a resume at 8."""
+    """The part of a chain that is Megatron-FSDP alone, steps 9 to 14 after a resume at 8."""
     _, folder = runs(nproc)
     straight, chained = (column(folder, name, "train/loss") for name in ("train_mfsdp-1", "chain-mfsdp-mfsdp-ddp"))
     assert chained[:14] == pytest.approx(straight[:14], abs=1e-3)
@@ -268,7 +268,7 @@ def test_mfsdp_resumes_itself_as_if_it_had_not_stopped(runs, nproc):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_goes_on_from_an_async_save(runs, nproc, script):
-    """C17: from pinned copies of this rank's shards, even or not."""
+    """From pinned copies of this rank's shards, even or not."""
     _, folder = runs(nproc)
     straight, chained = (column(folder, name, "train/loss") for name in (f"{script}-1", f"async-{script}"))
     assert chained == pytest.approx(straight, abs=1e-3)
@@ -308,7 +308,7 @@ def test_plain_and_te_blocks_resume_each_other(runs, nproc):
 
 @pytest.mark.parametrize("strategy", ZERO_STRATEGIES)
 def test_every_zero_strategy_of_megatron_fsdp(runs, nproc, strategy):
-    """X09: with accumulation of 2."""
+    """With accumulation of 2."""
     _, folder = runs(nproc)
     want = column(folder, "zero-optim_grads_params", "train/loss")
     assert column(folder, f"zero-{strategy}", "train/loss") == pytest.approx(want, abs=1e-2)

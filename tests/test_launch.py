@@ -1,132 +1,386 @@
-"""What a user sees: starting, failing, logging, folders. Real processes, started as from a shell."""
+"""The way in: versions, what a script or a machine cannot honour, the command line; in real processes too."""
 
-import launch  # noqa: F401  (before torch)
+import launch
 
-import json
-import os
-import pty
+import concurrent.futures
+import importlib.metadata
 import re
-import subprocess
 import sys
-import time
 
 import pytest
-from conftest import ROOT, read_metrics, run_command
+import torch
+import yaml
+from configs import load, schema_leaves, small, with_values, yaml_leaves
+from conftest import ROOT, SCRIPTS, error_of, run_command
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import schema
+
+# What a script or a machine cannot honour
+
+
+@pytest.fixture(params=[False, True], ids=["without CUDA", "with CUDA"])
+def cuda(request, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param)
+    return request.param
+
+
+def axes(**sizes):
+    return with_values(small(), precision="bf16", distributed=sizes)
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("key", ["dp_shard", "dp_outer"])
+@pytest.mark.parametrize("value", [2, 4])
+def test_ddp_refuses_to_shard_and_names_the_key(key, value):
+    text = error_of(launch.check_script, axes(**{key: value}), "train_ddp", value)
+    assert f"distributed.{key}={value}" in text
+    assert "null" in text
+    assert "train_fsdp2.py" in text
+
+
+@pytest.mark.parametrize("script", ["train_fsdp2", "train_mfsdp"])
+@pytest.mark.parametrize(
+    ("dp_outer", "dp_shard", "world_size"),
+    [(2, 2, 2), (2, 2, 8), (None, 3, 4), (None, 2, 4), (3, None, 4), (2, None, 1), (4, 4, 1), (None, 2, 1)],
+)
+def test_axes_that_are_not_the_world_are_refused(monkeypatch, script, dp_outer, dp_shard, world_size):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    text = error_of(launch.check_script, axes(dp_outer=dp_outer, dp_shard=dp_shard), script, world_size)
+    assert f"distributed.dp_outer={dp_outer}" in text
+    assert f"distributed.dp_shard={dp_shard}" in text
+    assert f"world size of {world_size}" in text
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("script", "sizes", "world_size"),
+    [
+        *((script, {}, n) for script in SCRIPTS[:2] for n in (1, 2, 7)),
+        ("train_fsdp2", {"dp_outer": 2}, 4),
+        ("train_fsdp2", {"dp_shard": 2, "dp_outer": 2}, 4),
+        ("train_fsdp2", {"dp_shard": 4}, 4),
+        ("train_fsdp2", {"dp_outer": 4}, 4),
+        ("train_ddp", {"tp": 1}, 4),
+        ("train_fsdp2", {"tp": 1, "dp_outer": 1}, 3),
+    ],
+)
+def test_axes_that_make_the_world_are_accepted(script, sizes, world_size):
+    launch.check_script(axes(**sizes), script, world_size)
+
+
+def test_megatron_fsdp_needs_cuda(cuda):
+    cfg = axes()
+    if cuda:
+        launch.check_script(cfg, "train_mfsdp", 2)
+    else:
+        text = error_of(launch.check_script, cfg, "train_mfsdp", 2)
+        assert "train_mfsdp.py" in text
+        assert "CUDA" in text
+        assert "train_fsdp2.py" in text
+
+
+def test_megatron_fsdp_refuses_fp32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    text = error_of(launch.check_script, with_values(axes(), precision="fp32"), "train_mfsdp", 1)
+    assert "precision=fp32" in text
+    assert "train_fsdp2.py" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("global_pool", "avg"), ("reg_tokens", 2), ("init_values", 0.1), ("drop_path_rate", 0.1), ("pos_drop_rate", 0.1)],
+)
+def test_hugging_faces_model_refuses_what_it_cannot_be(key, value):
+    cfg = with_values(small(), model={"class_token": True, "global_pool": "token", "implementation": "hf"})
+    launch.check_script(cfg, "train_ddp", 1)
+    text = error_of(launch.check_script, with_values(cfg, model={key: value}), "train_ddp", 1)
+    assert f"model.{key}={value}" in text
+    assert "model.implementation=hf" in text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"freeze": "backbone"}, {"freeze": "patch_embed"}, {"pos_embed": "sincos"}, {"implementation": "timm"}],
+)
+def test_megatron_fsdp_refuses_what_it_cannot_keep(monkeypatch, values):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cfg = with_values(axes(), model=values)
+    (key, value), *_ = values.items()
+    text = error_of(launch.check_script, cfg, "train_mfsdp", 1)
+    assert f"model.{key}={value}" in text
+    assert "train_fsdp2.py" in text
+    launch.check_script(cfg, "train_fsdp2", 1)
+
+
+def test_cuda_graphs_are_refused_where_they_cannot_be(monkeypatch):
+    cfg = with_values(axes(), ddp={"cuda_graphs": True})
+    assert "ddp.cuda_graphs=true needs a CUDA GPU" in error_of(launch.check_script, cfg, "train_ddp", 1)
+    launch.check_script(cfg, "train_fsdp2", 1)  # which has a section of its own
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    launch.check_script(cfg, "train_ddp", 1)
+    cfg = with_values(cfg, activation_checkpointing=True)
+    text = error_of(launch.check_script, cfg, "train_ddp", 1)
+    assert "ddp.cuda_graphs=true" in text
+    assert "activation_checkpointing=true" in text
+
+
+@pytest.mark.parametrize(("dp_outer", "is_allowed"), [(None, False), (1, False), (2, True)])
+def test_megatron_fsdps_outer_sharding_needs_an_outer_axis(monkeypatch, dp_outer, is_allowed):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cfg = with_values(axes(dp_outer=dp_outer), mfsdp={"outer_dp_sharding_strategy": "optim"})
+    if is_allowed:
+        launch.check_script(cfg, "train_mfsdp", 4)
+    else:
+        text = error_of(launch.check_script, cfg, "train_mfsdp", 4)
+        assert "mfsdp.outer_dp_sharding_strategy=optim" in text
+        assert "distributed.dp_outer" in text
+
+
+def test_cpu_offload_needs_cuda(cuda):
+    cfg = with_values(axes(), fsdp2={"cpu_offload": True})
+    launch.check_script(cfg, "train_ddp", 2)  # which does not read that section
+    if cuda:
+        launch.check_script(cfg, "train_fsdp2", 2)
+    else:
+        text = error_of(launch.check_script, cfg, "train_fsdp2", 2)
+        assert "fsdp2.cpu_offload=true" in text
+        assert "CUDA" in text
+
+
+# Versions
+
+
+def exit_line(capsys, function, *args):
+    """The one line that the call prints before it exits with 2."""
+    with pytest.raises(SystemExit) as caught:
+        function(*args)
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith("error: ")
+    return err
+
+
+@pytest.fixture
+def lone_process(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+
+@pytest.mark.usefixtures("lone_process")
+@pytest.mark.parametrize(
+    "line", ["torch>=99.1,<100", "torch<2", "torch==1.0", "timm>=99  # the one with x", "pydantic<1"]
+)
+def test_package_of_another_version_is_one_line(capsys, tmp_path, line):
+    file = tmp_path / "requirements.txt"
+    file.write_text(f"# What runs.\n\nnumpy>=1\n{line}\n")
+    text = exit_line(capsys, launch.check_versions, file)
+    name = re.match(r"\w+", line)[0]
+    assert f"{name} {importlib.metadata.version(name)} is installed" in text
+    (needed,) = re.findall(r"pip install '(.*)'", text)
+    assert Requirement(needed) == Requirement(line.split("#")[0])
+
+
+@pytest.mark.usefixtures("lone_process")
+@pytest.mark.parametrize("missing", ["torch", "timm", "hydra-core", "megatron-fsdp"])
+def test_package_that_is_not_installed_is_one_line(capsys, monkeypatch, missing):
+    version = importlib.metadata.version
+
+    def without(name):
+        if name == missing:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    text = exit_line(capsys, launch.check_versions)
+    assert f"{missing} is not installed" in text
+    assert "pip install -r requirements.txt" in text
+
+
+@pytest.mark.usefixtures("lone_process")
+def test_python_that_is_too_old_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
+    assert "3.10" in exit_line(capsys, launch.check_versions)
+
+
+@pytest.mark.parametrize("suffix", ["", "+cu128", ".dev20260101"])
+def test_installed_versions_pass_in_any_build(monkeypatch, suffix):
+    version = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: Version(version(name)).public + (suffix if name == "torch" else "")
+    )
+    launch.check_versions()
+
+
+# The command line
+
+
+class RanError(Exception):
+    """The entrypoint's main was called."""
+
+
+@pytest.fixture
+def run_launch(monkeypatch, tmp_path, capsys):
+    """A function: arguments -> (exit code, standard error) of launch.launch in this process; None if main ran."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    for function in ("time.sleep", "signal.signal"):  # what a rank that stays silent does
+        monkeypatch.setattr(function, lambda *_: None)
+
+    def run(*arguments, main=None, script="train_ddp.py", rank=0, local_rank=0, world_size=1):
+        variables = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
+        for key, value in (variables | {"MASTER_ADDR": "localhost", "MASTER_PORT": 29500}).items():
+            monkeypatch.setenv(key, str(value))
+        monkeypatch.setattr("sys.argv", [str(ROOT / script), *arguments])
+
+        def ran(cfg):
+            raise RanError
+
+        with pytest.raises((SystemExit, RanError)) as caught:
+            launch.launch(main or ran)
+        out, err = capsys.readouterr()
+        assert out == ""
+        return getattr(caught.value, "code", None), err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (["optimzer.lr=1"], ["optimzer.lr", "optimizer.lr"]),
+        (["--config-name", "nope"], ["nope"]),
+        (["--config-name", "vit_base_patch16_224"], ["data.path", "missing"]),
+        (["seed=1,2"], ["seed"]),
+        (["data.path=nowhere"], ["data.path=nowhere", "nowhere/train"]),
+        (["global_batch_size=96", "micro_batch_size=7"], ["global_batch_size=96", "micro_batch_size=7"]),
+        (["distributed.dp_shard=1"], ["distributed.dp_shard=1"]),
+        (["num_train_steps=5", "num_epochs=1"], ["num_epochs=1", "num_train_steps"]),
+        (["--no-such-flag"], ["--no-such-flag"]),
+    ],
+)
+def test_mistake_on_the_command_line_is_one_line_and_exit_code_2(run_launch, tmp_path, arguments, fragments):
+    code, err = run_launch(*arguments)
+    assert code == 2
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("error: ")
+    for fragment in fragments:
+        assert fragment in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "rank", "local_rank", "speaks"),
+    [
+        ("optimzer.lr=1", 0, 0, True),
+        ("optimzer.lr=1", 1, 1, False),
+        ("optimzer.lr=1", 8, 0, False),  # a mistake in the command is the same on every node
+        ("data.path=nowhere", 0, 0, True),
+        ("data.path=nowhere", 1, 1, False),
+        ("data.path=nowhere", 8, 0, True),  # a missing folder may be one node's own
+    ],
+)
+def test_one_rank_speaks_and_all_exit(run_launch, argument, rank, local_rank, speaks):
+    code, err = run_launch(argument, rank=rank, local_rank=local_rank, world_size=16)
+    assert code == 2
+    assert len(err.splitlines()) == speaks
+
+
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+def test_right_command_line_reaches_main(run_launch, image_folder):
+    found = []
+
+    def main(cfg):
+        found.append(cfg)
+        raise RanError
+
+    overrides = [f"data.path={image_folder}", "global_batch_size=24", "model.in_chans=3", "output_dir=out"]
+    assert run_launch(*overrides, main=main)[0] is None
+    expected = launch.load_config("L0_sanity", overrides, script="train_ddp")
+    assert found == [expected]
+
+
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # of torch's `record`, under pytest's capture
+@pytest.mark.parametrize(("kind", "code"), [(schema.ConfigError, 2), (schema.RunError, 1)])
+def test_error_of_main_that_is_meant_for_the_user_is_one_line(run_launch, image_folder, kind, code):
+    def main(cfg):
+        raise kind("what happened")
+
+    found = run_launch(f"data.path={image_folder}", "global_batch_size=24", main=main)
+    assert found == (code, "error: what happened\n")
+
+
+# The command line, in real processes
 
 
 @pytest.fixture(scope="module")
-def piped(image_folder, tmp_path_factory):
-    """One run of two processes started from another folder with relative paths, its output in pipes; done twice."""
-    from conftest import TINY
-
-    home = tmp_path_factory.mktemp("elsewhere")
-    (home / "tiny").symlink_to(image_folder)
-    overrides = [*TINY, "data.path=./tiny", "output_dir=out", "evaluation.every_n_steps=3"]
-    first = run_command([ROOT / "train_ddp.py", *overrides, "num_train_steps=3"], nproc=2, cwd=home)
-    second = run_command([ROOT / "train_ddp.py", *overrides], nproc=2, cwd=home)
-    return home, first, second
-
-
-def test_paths_are_relative_to_where_one_starts_and_the_same_command_resumes(piped):
-    """U02, X06: torchrun with two processes, from another folder."""
-    home, first, second = piped
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert sorted(p.name for p in home.iterdir()) == ["out", "tiny"]
-    assert "resumed from" in second.stderr
-    assert "step 3)" in second.stderr
-    assert sorted(read_metrics(home / "out")) == [1, 2, 3, 4, 5, 6]
-
-
-def test_one_run_leaves_one_folder_with_everything_in_it(piped):
-    """U01."""
-    home, _, _ = piped
-    names = {p.name for p in (home / "out").iterdir()}
-    assert names == {".lock", "checkpoints", "config.yaml", "metrics.jsonl", "status.json", "train.log"}
-    assert json.loads((home / "out/status.json").read_text()) | {"time": 0} == {
-        "state": "finished",
-        "step": 6,
-        "time": 0,
+def launches(tmp_path_factory):
+    """Name -> (finished process, its working folder): the two ranks first, then two lone processes at a time."""
+    commands = {
+        "typo": ("train_ddp.py", ["optimzer.lr=1"], 2),
+        "flag": ("train_fsdp2.py", ["--bogus-flag"], None),
+        "mfsdp": ("train_mfsdp.py", [], None),
+        "cfg": ("train_fsdp2.py", ["--cfg", "job", "--resolve"], None),
+        "multirun": ("train_ddp.py", ["--multirun", "seed=1,2"], None),
     }
-    assert {p.name for p in (home / "out/checkpoints").iterdir()} >= {"best.json", "final_model", "step_00000006"}
+
+    def start(name):
+        script, arguments, nproc = commands[name]
+        folder = tmp_path_factory.mktemp(name)
+        env = {"CUDA_VISIBLE_DEVICES": ""}
+        timeout = 60 if nproc else 120
+        return run_command([ROOT / script, *arguments], nproc=nproc, timeout=timeout, cwd=folder, env=env), folder
+
+    first, *others = commands
+    done = {first: start(first)}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return done | dict(zip(others, pool.map(start, others), strict=True))
 
 
-def test_output_in_a_file_has_each_line_once_and_no_bar(piped):
-    """U07."""
-    _, first, _ = piped
-    assert "\r" not in first.stdout + first.stderr
-    steps = re.findall(r"step (\d)/3  loss", first.stderr)
-    assert steps == ["1", "2", "3"]
-    assert len(re.findall(r"val/top1", first.stderr)) == 1
-
-
-def test_the_final_model_is_timms(piped):
-    import timm
-    import torch
-
-    home, _, _ = piped
-    folder = home / "out/checkpoints/final_model"
-    model = timm.create_model(f"local-dir:{folder}", pretrained=True)
-    assert model(torch.zeros(1, 3, 16, 16)).shape == (1, 6)
-    assert model.pretrained_cfg["label_names"] == [f"class_{letter}" for letter in "abcdef"]
-
-
-@pytest.mark.parametrize("script", ["train_ddp", "train_fsdp2"])
-def test_plain_python_on_a_terminal_shows_a_bar(script, tiny):
-    """X06, U07: one process without torchrun, attached to a terminal."""
-    master, slave = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, f"{script}.py", *tiny], cwd=ROOT, stdout=slave, stderr=slave, stdin=slave, close_fds=True
-    )
-    os.close(slave)
-    shown = b""
-    while True:
-        try:
-            chunk = os.read(master, 65536)
-        except OSError:  # the terminal is gone: the process has ended
-            break
-        if not chunk:
-            break
-        shown += chunk
-    assert process.wait(60) == 0, shown.decode()
-    assert b"\r" in shown
-    assert b"6/6" in shown
-
-
-def test_a_second_live_run_is_refused_and_the_first_goes_on(tiny, tmp_path):
-    """U01, R02: the lock names the run that holds it; a dead run holds none."""
-    command = [sys.executable, "train_ddp.py", *tiny, "num_train_steps=100000", "checkpoint.ckpt_dir=null"]
-    first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 90
-        while not (tmp_path / "run/metrics.jsonl").exists():
-            assert time.monotonic() < deadline
-            assert first.poll() is None
-            time.sleep(0.2)
-        second = run_command(["train_fsdp2.py", *tiny])
-        assert second.returncode == 2
-        assert f"output_dir={tmp_path / 'run'} is in use by a live run (process {first.pid}" in second.stderr
-        assert second.stderr.count("\n") == 1
-        assert first.poll() is None
-        assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "running"
-    finally:
-        first.kill()
-        first.wait()
-    assert run_command(["train_fsdp2.py", *tiny, "num_train_steps=2"]).returncode == 0
-
-
-def test_one_ranks_failure_ends_all_quickly_with_its_own_message(tiny, tmp_path):
-    """X04: rank 0 alone finds that the folder for checkpoints is a file, before the process group is there."""
-    (tmp_path / "file").write_text("not a folder")
-    start = time.monotonic()
-    done = run_command(["train_fsdp2.py", *tiny, f"checkpoint.ckpt_dir={tmp_path / 'file'}"], nproc=2)
+def test_two_ranks_say_a_mistake_once_and_before_they_meet(launches):
+    done, folder = launches["typo"]
     assert done.returncode != 0
-    assert time.monotonic() - start < 60
-    errors = re.findall(r"^error: checkpoint.ckpt_dir=\S*/file cannot be written to \(.*\):", done.stderr, re.MULTILINE)
-    assert len(errors) == 1
+    assert done.stdout == ""
+    errors = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert errors == ["error: unknown key optimzer.lr: did you mean optimizer.lr?"], done.stderr
+    assert not re.search(rf'File "{ROOT}/\w+\.py', done.stderr)  # no traceback of ours; torchrun prints one of its own
+    assert re.search(r"exitcode +: 2\b", done.stderr)
+    assert list(folder.iterdir()) == []  # a process group comes after the output folder
 
 
-def test_a_non_finite_loss_is_one_line(tiny):
-    done = run_command(["train_ddp.py", *tiny, "optimizer.lr=1e30"])
-    assert done.returncode == 1
-    assert len(re.findall("^error: .*not finite at step 2", done.stderr, re.MULTILINE)) == 1
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("name", "fragments"),
+    [
+        ("flag", ["--bogus-flag"]),
+        ("mfsdp", ["train_mfsdp.py needs a CUDA GPU", "train_fsdp2.py"]),
+        ("multirun", ["--multirun", "one command a run"]),
+    ],
+)
+def test_lone_process_says_a_mistake_in_one_line(launches, name, fragments):
+    done, folder = launches[name]
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("error: ")
+    for fragment in fragments:
+        assert fragment in done.stderr
+    assert list(folder.iterdir()) == []
+
+
+def test_config_can_be_printed(launches):
+    done, folder = launches["cfg"]
+    assert done.returncode == 0
+    assert done.stderr == ""
+    printed = yaml.safe_load(done.stdout)
+    assert set(yaml_leaves(printed)) == schema_leaves()
+    assert printed["optimizer"]["lr"] == load().optimizer.lr
+    assert list(folder.iterdir()) == []
+
+
+def test_output_folder_has_the_names_of_the_config_and_the_script(launches):
+    printed = yaml.safe_load(launches["cfg"][0].stdout)
+    assert printed["output_dir"] == "runs/L0_sanity-train_fsdp2"
+    assert printed["checkpoint"]["ckpt_dir"] == "runs/L0_sanity-train_fsdp2/checkpoints"

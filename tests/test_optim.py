@@ -1,25 +1,34 @@
-"""Optimizers, schedules, layer-wise decay, averages and frozen weights: against timm, torch and formulas. On CPU.
+"""Optimizers, layer-wise decay, averages and frozen weights: against timm, torch and formulas. On CPU.
 
 What needs several processes runs in one set of two; a loop of torch's own in this process is what it must equal.
 """
 
-import launch
-
 import copy
+import functools
 import json
-import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from conftest import TINY, assert_same, column, loaders_of, rate_at, read_metrics, run_tasks, started_once, weights
+from conftest import (
+    CPU_SCRIPTS,
+    assert_same,
+    column,
+    loaders_of,
+    rate_at,
+    read_metrics,
+    run_tasks,
+    started_once,
+    task_of,
+    tiny_config,
+    weights,
+)
 from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from timm.optim import Lamb as TimmLamb
 from timm.optim import Muon as TimmMuon
 from timm.optim import param_groups_layer_decay
-from timm.scheduler import CosineLRScheduler, PolyLRScheduler
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, load
@@ -32,8 +41,9 @@ from modeling import build_model
 from optim import Ema, Lamb, Muon, param_groups
 from vit import VisionTransformer
 
-SCRIPTS = ("train_ddp", "train_fsdp2")
 SGD = ["optimizer.name=sgd", "optimizer.betas=null", "optimizer.eps=null", "optimizer.momentum=0.9"]
+
+
 OPTIMIZERS = {
     "adamw": ["optimizer.layer_decay=0.5"],
     "sgd": [*SGD, "optimizer.lr=0.05", "optimizer.weight_decay=0.01"],
@@ -41,11 +51,9 @@ OPTIMIZERS = {
     "muon": ["optimizer.name=muon", "optimizer.momentum=0.95", "optimizer.layer_decay=0.5"],
 }
 EMA = ["ema.decay=0.8", "ema.use_warmup=true", "evaluation.every_n_steps=2", "evaluation.best_metric=val/ema_loss"]
+
+
 HALF = ["num_train_steps=3", "lr_scheduler.num_training_steps=6"]
-
-
-def load_config(*overrides):
-    return launch.load_config("L0_sanity", [*TINY, "output_dir=unused", *overrides], script="train_ddp")
 
 
 # In this process
@@ -97,7 +105,7 @@ def test_muon_is_torchs():
 
 
 def test_muon_moves_the_blocks_matrices():
-    cfg = load_config("model.reg_tokens=1", "model.init_values=0.1", "model.qk_norm=true")
+    cfg = tiny_config("model.reg_tokens=1", "model.init_values=0.1", "model.qk_norm=true")
     model = VisionTransformer(cfg.model)
     groups = param_groups(model, model.no_weight_decay(), 0.1, 0.5, splits_blocks=True)
     moved = {id(p) for group in groups if group["in_blocks"] for p in group["params"]}
@@ -110,7 +118,7 @@ def test_muon_moves_the_blocks_matrices():
 
 @pytest.mark.parametrize("pool", ["token", "avg", "map"])
 def test_layers_have_timms_scales(pool):
-    cfg = load_config(
+    cfg = tiny_config(
         *("model.depth=3", f"model.global_pool={pool}", "model.class_token=true", "model.reg_tokens=2"),
         *("model.init_values=0.1", "model.pre_norm=true", "model.qk_norm=true"),
     )
@@ -136,14 +144,14 @@ def test_layers_have_timms_scales(pool):
 
 
 def test_without_layer_decay_all_scales_are_one():
-    cfg = load_config()
+    cfg = tiny_config()
     model = VisionTransformer(cfg.model)
     assert {group["lr_scale"] for group in param_groups(model, set(), 0.1)} == {1.0}
 
 
 @pytest.mark.parametrize("frozen", ["backbone", "patch_embed"])
 def test_frozen_parameters_are_in_no_group(frozen):
-    model = VisionTransformer(load_config(f"model.freeze={frozen}").model)
+    model = VisionTransformer(tiny_config(f"model.freeze={frozen}").model)
     grouped = {id(p) for group in param_groups(model, set(), 0.1) for p in group["params"]}
     names = {name for name, p in model.named_parameters() if id(p) in grouped}
     if frozen == "backbone":
@@ -155,52 +163,9 @@ def test_frozen_parameters_are_in_no_group(frozen):
         }
 
 
-@pytest.mark.parametrize(("warmup", "start"), [(0, 0.0), (10, 0.0), (10, 1e-5), (40, 1e-6)])
-@pytest.mark.parametrize("name", ["cosine", "linear"])
-def test_rate_is_timms(name, warmup, start):
-    """DeiT's schedule among them: a warmup from 1e-6, then down to min_lr. Update n has timm's rate at t = n."""
-    cfg = load_config(
-        *("num_train_steps=100", f"lr_scheduler.name={name}", f"lr_scheduler.num_warmup_steps={warmup}"),
-        *(f"lr_scheduler.warmup_start_lr={start}", "lr_scheduler.min_lr=1e-5"),
-    )
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1e-3)
-    options = {"warmup_t": warmup, "warmup_lr_init": start, "warmup_prefix": True, "t_in_epochs": True}
-    kind = CosineLRScheduler if name == "cosine" else PolyLRScheduler
-    more = {} if name == "cosine" else {"power": 1.0}
-    scheduler = kind(optimizer, t_initial=100 - warmup, lr_min=1e-5, **options, **more)
-    for step in range(1, 101):
-        scheduler.step(step)
-        assert rate_at(step, cfg) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9), step
-    assert rate_at(100, cfg) == pytest.approx(1e-5)
-
-
-@pytest.mark.parametrize("warmup", [0, 20])
-def test_rsqrt_and_its_cooldown_are_big_visions(warmup):
-    cfg = load_config(
-        *("num_train_steps=200", "lr_scheduler.name=rsqrt", "lr_scheduler.rsqrt_timescale=30"),
-        *(f"lr_scheduler.num_warmup_steps={warmup}", "lr_scheduler.num_cooldown_steps=50"),
-    )
-    for step in range(1, 201):
-        expected = 1e-3 * (min(1, step / warmup) if warmup else 1)
-        if step >= warmup:
-            expected /= math.sqrt(1 + (step - warmup) / 30)
-        expected *= min(1, (200 - step) / 50)
-        assert rate_at(step, cfg) == pytest.approx(expected, rel=1e-12)
-    assert rate_at(200, cfg) == rate_at(300, cfg) == 0
-
-
-def test_constant_cools_down_to_its_minimum():
-    cfg = load_config(
-        *("num_train_steps=20", "lr_scheduler.name=constant", "lr_scheduler.num_warmup_steps=0"),
-        *("lr_scheduler.num_cooldown_steps=10", "lr_scheduler.min_lr=1e-4"),
-    )
-    assert [rate_at(step, cfg) for step in (1, 10)] == [1e-3, 1e-3]
-    assert [rate_at(step, cfg) for step in (15, 20)] == pytest.approx([5.5e-4, 1e-4])
-
-
 @pytest.mark.parametrize("use_warmup", [False, True])
 def test_average_is_timms(use_warmup):
-    cfg = load_config("ema.decay=0.9", f"ema.use_warmup={str(use_warmup).lower()}", "ema.warmup_gamma=3.0")
+    cfg = tiny_config("ema.decay=0.9", f"ema.use_warmup={str(use_warmup).lower()}", "ema.warmup_gamma=3.0")
     model = nn.Linear(3, 2)
     theirs = ModelEmaV3(model, 0.9, use_warmup=use_warmup, warmup_gamma=3.0, warmup_power=2 / 3)
     ours = Ema(dict(model.named_parameters()), cfg.ema)
@@ -229,20 +194,18 @@ def runs(image_folder, tmp_path_factory):
 
 
 def _tasks(image_folder, folder):
-    def task(name, script, *overrides, output=None, **more):
-        base = [*TINY, f"data.path={image_folder}", f"output_dir={folder / (output or name)}"]
-        return {"name": name, "script": script, "overrides": [*base, *overrides], **more}
+    task = functools.partial(task_of, image_folder, folder)
 
     tasks = []
     for name, options in OPTIMIZERS.items():
-        for script in SCRIPTS:
+        for script in CPU_SCRIPTS:
             tasks.append(task(f"{name}-{script}", script, *options))
         if name != "adamw":  # tests/test_checkpoint.py has it
             tasks.append(task(f"{name}-half", "train_ddp", *options, *HALF, output=f"{name}-chain"))
             tasks.append(task(f"{name}-chain", "train_fsdp2", *options, output=f"{name}-chain"))
     tasks.append(task("sgd-accumulated", "train_ddp", *OPTIMIZERS["sgd"], "micro_batch_size=3"))
     tasks.append(task("sgd-resumes-adamw", "train_ddp", *OPTIMIZERS["sgd"], output="adamw-train_ddp", may_fail=True))
-    for script in SCRIPTS:
+    for script in CPU_SCRIPTS:
         tasks.append(task(f"ema-{script}", script, *EMA))
     tasks.append(task("ema-half", "train_fsdp2", *EMA, *HALF, output="ema-chain"))
     tasks.append(task("ema-chain", "train_ddp", *EMA, output="ema-chain"))
@@ -252,7 +215,7 @@ def _tasks(image_folder, folder):
     tasks.append(task("ema-later", "train_ddp", *EMA, output="ema-later"))
     tasks.append(task("ema-off", "train_fsdp2", *HALF, "num_train_steps=8", output="ema-later"))
     fixed = ["model.pos_embed=sincos", "model.class_token=true", "model.representation_size=16"]
-    for script in SCRIPTS:
+    for script in CPU_SCRIPTS:
         probe = ["model.freeze=backbone", "ema.decay=0.5"]
         tasks.append(task(f"probe-{script}", script, *probe, before="pretend_a_peak"))
         options = [*fixed, "checkpoint.save_final_model=false", "activation_checkpointing=true"]
@@ -277,7 +240,7 @@ def _tasks(image_folder, folder):
 
 def torch_loop(image_folder, name, *, ema=False):
     """Losses, final weights, averages and validation losses of six steps by torch's own optimizer, or by timm's."""
-    cfg = load_config(f"data.path={image_folder}", *OPTIMIZERS.get(name, ()), *(EMA if ema else ()))
+    cfg = tiny_config(f"data.path={image_folder}", *OPTIMIZERS.get(name, ()), *(EMA if ema else ()))
     model = VisionTransformer(cfg.model)
     model.init_weights(cfg.seed)
     options = cfg.optimizer
@@ -330,7 +293,7 @@ def torch_loop(image_folder, name, *, ema=False):
     return losses, model.state_dict(), average.module.state_dict(), validation
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", CPU_SCRIPTS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_equal_their_reference(runs, image_folder, name, script):
     """Two ranks, weights whole and cut in two: LAMB's norms and Muon's matrices are whole, the gradient is the mean."""
@@ -343,7 +306,7 @@ def test_optimizers_equal_their_reference(runs, image_folder, name, script):
 
 @pytest.mark.parametrize("name", ["sgd", "lamb", "muon"])
 def test_optimizers_resume_bit_for_bit(runs, name):
-    """C04: three steps under DDP and three under FSDP2 are six."""
+    """Three steps under DDP and three under FSDP2 are six."""
     _, folder = runs(0)
     assert_same(weights(folder, f"{name}-chain"), weights(folder, f"{name}-train_fsdp2"))
     for key in ("train/loss", "train/lr", "train/grad_norm"):
@@ -373,7 +336,7 @@ def stored(folder, name, step, part):
 
 @pytest.mark.parametrize("name", ["ema-train_ddp", "ema-train_fsdp2", "ema-zero2"])
 def test_averages_equal_timms(runs, image_folder, name):
-    """C19: saved, evaluated beside the weights, which are untouched by it, and exported."""
+    """Saved, evaluated beside the weights, which are untouched by it, and exported."""
     _, folder = runs(0)
     _, _, average, validation = torch_loop(image_folder, "plain", ema=True)
     assert_same(stored(folder, name, 6, "ema"), average, 2e-5)
@@ -381,7 +344,7 @@ def test_averages_equal_timms(runs, image_folder, name):
     assert all(value is not None for value in column(folder, name, "val/ema_top1"))
     assert_same(weights(folder, name), stored(folder, name, 6, "ema"))
     raw = stored(folder, name, 6, "model")
-    assert_same(raw, weights(folder, "without"))  # V02
+    assert_same(raw, weights(folder, "without"))
     assert column(folder, name, "val/loss") == column(folder, "without", "val/loss")
     assert (raw["head.weight"] - average["head.weight"]).abs().max() > 1e-5
 
@@ -423,13 +386,13 @@ def test_averaging_may_begin_and_end_with_a_resume(runs):
     assert_same(weights(folder, "ema-later"), stored(folder, "ema-later", 8, "model"))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_mfu_counts_no_backward_pass_that_a_probe_has_not(runs, script):
     _, folder = runs(0)
     for name, passes in (("probe", 1), ("fixed", 3)):
         options = yaml.safe_load((folder / f"{name}-{script}/config.yaml").read_text())["model"]
         given = [f"model.{key}={json.dumps(value)}" for key, value in options.items()]
-        model = VisionTransformer(load_config(*given, "checkpoint.save_final_model=false").model)
+        model = VisionTransformer(tiny_config(*given, "checkpoint.save_final_model=false").model)
         row = read_metrics(folder / f"{name}-{script}")[4]
         peak = 2 * 1e6  # of two devices
         assert row["train/mfu"] == pytest.approx(
@@ -437,11 +400,11 @@ def test_mfu_counts_no_backward_pass_that_a_probe_has_not(runs, script):
         )
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_a_linear_probe_trains_its_head_alone(runs, script):
     """And saves the rest all the same, as it was drawn."""
     _, folder = runs(0)
-    cfg = load_config()
+    cfg = tiny_config()
     start = VisionTransformer(cfg.model)
     start.init_weights(cfg.seed)
     raw = stored(folder, f"probe-{script}", 6, "model")
@@ -454,10 +417,10 @@ def test_a_linear_probe_trains_its_head_alone(runs, script):
     assert_same(raw, stored(folder, "probe-train_ddp", 6, "model"))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_sincos_positions_stay_and_are_saved(runs, script):
     _, folder = runs(0)
-    cfg = load_config("model.pos_embed=sincos", "model.class_token=true")
+    cfg = tiny_config("model.pos_embed=sincos", "model.class_token=true")
     start = VisionTransformer(cfg.model)
     start.init_weights(cfg.seed)
     raw = stored(folder, f"fixed-{script}", 6, "model")
@@ -477,7 +440,7 @@ def test_fine_tuning_leaves_the_hidden_layer_of_the_head_behind(runs):
     torch.testing.assert_close(tuned["blocks.0.attn.qkv.weight"], raw["blocks.0.attn.qkv.weight"], rtol=0, atol=1e-20)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_hugging_faces_model_trains_as_ours(runs, script):
     """Hugging Face's own from the same start: the same curve, and an export under timm's names."""
     _, folder = runs(0)
@@ -486,14 +449,14 @@ def test_hugging_faces_model_trains_as_ours(runs, script):
         assert theirs == pytest.approx(ours, abs=1e-5)
     assert_same(weights(folder, f"hf-{script}"), weights(folder, "ours-paper"), 1e-5)
     assert "blocks.1.attn.k.weight" in stored(folder, f"hf-{script}", 6, "model")
-    cfg = load_config("model.class_token=true", "model.global_pool=token", "model.implementation=hf").model
+    cfg = tiny_config("model.class_token=true", "model.global_pool=token", "model.implementation=hf").model
     model = build_model(cfg, None)
     assert isinstance(model.hugging_face, ViTForImageClassification)
     assert len(model.shard_units()) == 2
     assert model.flops_per_image() == VisionTransformer(cfg).flops_per_image()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_timms_model_trains_as_ours(runs, script):
     """timm's own model from the same start: the same curve, checkpoint and export, which ours goes on with."""
     _, folder = runs(0)
@@ -503,5 +466,5 @@ def test_timms_model_trains_as_ours(runs, script):
     ours = weights(folder, "ours")
     assert_same(weights(folder, f"timm-{script}"), ours, 1e-5)
     assert_same(weights(folder, "timm-chain"), ours, 1e-5)
-    cfg = load_config("model.implementation=timm")
+    cfg = tiny_config("model.implementation=timm")
     assert isinstance(build_model(cfg.model, cfg.fp8_config), TimmViT)

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
+    CPU_SCRIPTS,
     ON_GPU,
     ROOT,
     TINY,
@@ -32,7 +33,6 @@ from conftest import (
 from runtime import preemption
 from runtime.process_group import dist_session
 
-SCRIPTS = ("train_ddp", "train_fsdp2")
 RAN = ("train/loss", "train/grad_norm", "train/lr", "val/loss", "val/top1", "val/top5")
 # A life: hook of the start, and how it must end: state, step, checkpoints -> whether the score is missing.
 LIFE = [
@@ -70,22 +70,22 @@ def lives(image_folder, tmp_path_factory):
     def start(place):
         folder = tmp_path_factory.mktemp(f"lives_{place}")
         if place == "cpu":
-            return _live(SCRIPTS, image_folder, folder)
+            return _live(CPU_SCRIPTS, image_folder, folder)
         small = [item for item in ON_GPU if not item.startswith(("global_batch_size", "evaluation"))]
-        return _live((*SCRIPTS, "train_mfsdp"), image_folder, folder, *small, "data.num_workers=2")
+        return _live((*CPU_SCRIPTS, "train_mfsdp"), image_folder, folder, *small, "data.num_workers=2")
 
     return start
 
 
 GPUS = [pytest.mark.multi_gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
-PLACES = [("cpu", script) for script in SCRIPTS]
-PLACES += [pytest.param("gpu", script, marks=GPUS) for script in (*SCRIPTS, "train_mfsdp")]
+PLACES = [("cpu", script) for script in CPU_SCRIPTS]
+PLACES += [pytest.param("gpu", script, marks=GPUS) for script in (*CPU_SCRIPTS, "train_mfsdp")]
 
 
 @pytest.mark.parametrize(("place", "script"), PLACES)
 @pytest.mark.parametrize("number", range(len(LIFE)))
 def test_all_ranks_stop_at_one_step_and_save_it(lives, place, script, number):
-    """U06: in the start, in a step, in an evaluation (whose score the next start adds) and in a save."""
+    """In the start, in a step, in an evaluation (whose score the next start adds) and in a save."""
     _, state, step, saved = LIFE[number]
     outcomes, _ = lives(place)
     left = outcomes[f"{script}-{number}"][0]["metrics"]  # as rank 0, who writes it, found it when it was done
@@ -96,7 +96,7 @@ def test_all_ranks_stop_at_one_step_and_save_it(lives, place, script, number):
 
 @pytest.mark.parametrize(("place", "script"), PLACES)
 def test_stopped_and_resumed_is_straight(lives, place, script):
-    """U06, C03: every loss, score and weight, on the CPU bit for bit; each step was saved once."""
+    """Every loss, score and weight, on the CPU bit for bit; each step was saved once."""
     _, folder = lives(place)
     straight, life = read_metrics(folder / f"{script}-straight"), read_metrics(folder / f"{script}-life")
     del life[4]["val/loss"], life[4]["val/top1"], life[4]["val/top5"]  # the last step of the run that was cut short
@@ -130,7 +130,7 @@ def test_handlers_are_put_back_and_nothing_is_noted(tiny, tmp_path):
 
 
 def _work(connection):
-    preemption.shield(0)
+    preemption.shield(0, rank=os.getppid())
     connection.send("ready")
     time.sleep(60)
 
@@ -168,9 +168,9 @@ def test_signals_from_the_first_line_on(image_folder, tmp_path):
     assert "stopped after step 0: a rank received SIGUSR1" in err.decode()
 
 
-def test_other_programs_that_import_schema_keep_their_signals():
+def test_other_programs_that_import_launch_keep_their_signals():
     """A test or a tool ends by SIGTERM as ever."""
-    code = "import schema, signal; assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL"
+    code = "import launch, signal; assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
@@ -246,7 +246,7 @@ def assert_identical(folder, other):
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "rank"), [("train_ddp", 0), ("train_fsdp2", 1)])
 def test_a_killed_rank_restarts_the_job(straight, image_folder, tmp_path, script, rank):
-    """R01: torchrun --max-restarts 1; the second attempt goes on from the last checkpoint."""
+    """Torchrun --max-restarts 1; the second attempt goes on from the last checkpoint."""
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", f"{script}.py"]
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(

@@ -189,7 +189,7 @@ class TestSlurm:
         assert sorted(read_metrics(job.folder / "run")) == list(range(1, STEPS + 1))
 
     def test_signalled_requeued_and_resumed_leaves_no_trace(self, slurm, straight, image_folder, tmp_path):
-        """U06, U03: what Slurm does before the time limit, by scancel; the default folder is the job's name."""
+        """What Slurm does before the time limit, by scancel; the default folder is the job's name."""
         arguments = [a for a in overrides(image_folder, "") if not a.startswith("output_dir")]
         job = Job(slurm, tmp_path, "train_fsdp2.py", *arguments, options=["--nodes=2", "--job-name=large"])
         run = tmp_path / "runs/large"
@@ -228,7 +228,7 @@ class TestSlurm:
         assert job.field("Restarts") == "1"
 
     def test_a_failing_job_says_why_first_and_fails(self, slurm, image_folder, tmp_path):
-        """X04: one rank meets a file that is no image; what the other then complains about comes after that."""
+        """One rank meets a file that is no image; what the other then complains about comes after that."""
         data = shutil.copytree(image_folder, tmp_path / "images")
         min((data / "train/class_a").iterdir()).write_bytes(b"no image")
         started = time.monotonic()

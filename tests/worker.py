@@ -22,10 +22,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import checkpoint
-from observability import metrics
-from runtime import process_group, seeding
-from runtime import session as session_module
+launch.import_timm_without_wandb()  # as for the entrypoints
+
+import checkpoint  # noqa: E402
+from observability import metrics  # noqa: E402
+from runtime import process_group, seeding  # noqa: E402
+from runtime import session as session_module  # noqa: E402
 
 
 def poison_new_memory(cfg):
@@ -238,6 +240,7 @@ def doctor(cfg):
     import doctor
 
     arguments = [f"data.path={cfg.data.path}", f"output_dir={cfg.output_dir}", f"data.num_workers={10**6}"]
+    os.environ["COLUMNS"] = "200"  # one line a row, whatever terminal the tests run in
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         code = doctor.main(arguments)
     return {"code": code, "shown": shown.getvalue()}

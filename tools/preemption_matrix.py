@@ -1,6 +1,6 @@
 """Send runs a preemption's signals in every phase, start them again, and ask that they end as if nothing happened.
 
-    python tests/preemption_matrix.py --output benchmarks/preemption_cpu.json
+    python tools/preemption_matrix.py --output benchmarks/preemption_cpu.json
 
 Signal x target x phase, for DDP and FSDP2 on two CPU processes under torchrun, with a loader worker each. A life is one
 run of one script: it is started once for each cell and signalled at a random moment of that phase, then left alone to
@@ -10,13 +10,6 @@ it once, status.json must say `preempted` and that step, and torchrun's code mus
 itself. At the end the losses of every step, the scores, the best result and the final weights must equal the straight
 run's bit for bit.
 """
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import launch
 
 import argparse
 import functools
@@ -28,10 +21,16 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmark import provenance
+from interrupted_runs import ROOT, alive, compare, conftest, mark_phase, start_environment
+
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 SIGNALS = {"SIGTERM": [TERM], "SIGUSR1": [USR1], "SIGUSR1, SIGTERM": [USR1, TERM]}
 # All processes: torchrun, the ranks and their workers, which `scancel --signal` reaches, with the signal of slurm.sh.
@@ -39,20 +38,21 @@ TARGETS = {"one rank": SIGNALS, "all ranks": SIGNALS, "torchrun": SIGNALS, "all 
 PHASES = ("start", "step", "evaluation", "save")
 SCRIPTS = ("train_ddp", "train_fsdp2")
 STEPS, SAVE_EVERY, EVALUATE_EVERY = 400, 7, 5
+KEYS = ("train/loss", "train/grad_norm", "train/lr", "val/loss", "val/top1", "val/top5", "val/images")
 GRACE = 60  # seconds: on two busy cores a start alone takes half of them; torchrun itself is told to wait as long
 
 
-def rank_main(folder, script, *overrides):
+def rank_main(folder: str, script: str, *overrides: str) -> None:
     """One rank: an entrypoint that writes its phase and its step to a file as it goes, for the sender to read."""
     from runtime import preemption
 
     preemption.listen()  # as launch.py does for an entrypoint
+    import launch
+
     rank = os.environ["RANK"]
     file = os.open(Path(folder, f"phase.{rank}"), os.O_CREAT | os.O_WRONLY)
     os.pwrite(file, b"start     ", 0)
     Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
-
-    from conftest import mark_phase
 
     import checkpoint
     import trainer
@@ -65,7 +65,7 @@ def rank_main(folder, script, *overrides):
     mark("evaluation", trainer, "evaluate", 0)
     call = trainer.Normalize.__call__
 
-    def slowly(self, images):
+    def slowly(self: trainer.Normalize, images: Any) -> Any:
         time.sleep(0.02)
         return call(self, images)
 
@@ -82,27 +82,28 @@ def rank_main(folder, script, *overrides):
         launch.launch(importlib.import_module(script).main)
 
 
-def start(folder, script, overrides, *, again=0):
+def start(folder: Path, script: str, overrides: list[str], *, again: int = 0) -> subprocess.Popen:
     """A torchrun; its ranks start the run again `again` times, each time when go.<number> appears."""
     for path in [*folder.glob("phase.*"), *folder.glob("pid.*"), *folder.glob("go.*")]:
         path.unlink()
-    env = dict(os.environ, OMP_NUM_THREADS="1", PET_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGUSR1")
-    env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE), "AGAIN": str(again)}
-    env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"
+    env = start_environment(PET_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGUSR1", AGAIN=str(again))
+    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(GRACE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [__file__, "rank", folder, script, *overrides]
     with open(folder / "log.txt", "w") as log:
         return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=env, stdout=log, stderr=log)
 
 
-def phases(folder):
+def phases(folder: Path) -> list[str | None]:
+    """Where both ranks are; [None] before they say."""
     try:
         return [(folder / f"phase.{rank}").read_text().strip() for rank in (0, 1)]
     except FileNotFoundError:
         return [None]
 
 
-def children(pid):
+def children(pid: int) -> list[int]:
+    """All processes below one."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in task.read_text().split():
@@ -110,14 +111,9 @@ def children(pid):
     return found
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def signal_once(run, folder, rng, numbers, target, wanted):
+def signal_once(
+    run: subprocess.Popen, folder: Path, rng: random.Random, numbers: list[signal.Signals], target: str, wanted: str
+) -> tuple[list[str | None], float]:
     """Wait for the phase, and send; returns the phases of both ranks when it was sent and the seconds to the end."""
     deadline = time.monotonic() + 120
     while wanted not in phases(folder) or (wanted == "start" and not (folder / "pid.1").exists()):
@@ -146,7 +142,7 @@ def signal_once(run, folder, rng, numbers, target, wanted):
     return hit, time.monotonic() - sent
 
 
-def check(folder, code, target, seconds, log):
+def check(folder: Path, code: int | None, target: str, seconds: float, log: str) -> str | None:
     """What is wrong with how the run stopped; None if nothing is. The code is None where the processes go on."""
     status = json.loads((folder / "run/status.json").read_text())
     step = status["step"]
@@ -159,8 +155,8 @@ def check(folder, code, target, seconds, log):
     if re.findall(r"stopped after step (\d+)", log) != [str(step)]:
         return "not stopped once, at the step of status.json"
     newest = max((folder / "run/checkpoints").glob("step_????????"), default=None)
-    if step and int(newest.name[5:]) != step:
-        return f"stopped at {step}, newest checkpoint {newest.name}"
+    if step and (newest is None or int(newest.name[5:]) != step):
+        return f"stopped at {step}, newest checkpoint {newest}"
     if len(re.findall(rf"step {step}: saved in", log)) > 1:
         return f"step {step} was saved more than once"
     if re.search(rf'File "{ROOT}/\w+.py", line', log):
@@ -168,14 +164,18 @@ def check(folder, code, target, seconds, log):
     return None
 
 
-def matrix(scripts, seed, folder, report):
+def matrix(scripts: Sequence[str], seed: int, folder: Path, report: Callable[[dict], None]) -> None:
     """All lives, a row a cell and a row an end, each handed to `report` as it comes."""
-    from conftest import TINY, make_images
-
     rng = random.Random(seed)
-    image_folder = make_images(folder / "images")
+    image_folder = conftest().make_images(folder / "images")
     for script in scripts:
-        base = [*TINY, f"data.path={image_folder}", f"num_train_steps={STEPS}", "data.num_workers=1", "micro_batch_size=6"]
+        base = [
+            *conftest().TINY,
+            f"data.path={image_folder}",
+            f"num_train_steps={STEPS}",
+            "data.num_workers=1",
+            "micro_batch_size=6",
+        ]
         base += [f"checkpoint.save_every_n_steps={SAVE_EVERY}", f"evaluation.every_n_steps={EVALUATE_EVERY}"]
         straight = folder / f"straight-{script}"
         straight.mkdir()
@@ -207,42 +207,20 @@ def matrix(scripts, seed, folder, report):
         for number, cell in enumerate(in_place):
             act(run, *cell)
             (life / f"go.{number}").touch()
-        report({"script": script, "end": compare(run.wait(timeout=600), life, straight)})
+        report({"script": script, "end": compare(run.wait(timeout=600), life, straight, KEYS)})
 
 
-def compare(code, life, straight):
-    import torch
-    from conftest import read_metrics, weights
-
-    if code:
-        return f"code {code}: {(life / 'log.txt').read_text()[-2000:]}"
-    got, want = read_metrics(life / "run"), read_metrics(straight / "run")
-    if got.keys() != want.keys():
-        return f"steps {sorted(got.keys() ^ want.keys())} differ"
-    for step in want:
-        for key in ("train/loss", "train/grad_norm", "train/lr", "val/loss", "val/top1", "val/top5", "val/images"):
-            if got[step].get(key) != want[step].get(key):
-                return f"{key} of step {step}: {got[step].get(key)}, not {want[step].get(key)}"
-    best = [json.loads((folder / "run/checkpoints/best.json").read_text()) for folder in (life, straight)]
-    if best[0] != best[1]:
-        return f"best {best[0]}, not {best[1]}"
-    a, b = weights(life, "run"), weights(straight, "run")
-    different = [name for name in b if not torch.equal(a[name], b[name])]
-    return f"weights differ: {different}" if different else "identical"
-
-
-def main():
+def main() -> None:
+    """Parse, signal, write; exits with 1 where a cell or an end is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "tools"))
-    from benchmark import provenance
 
     rows = []
 
-    def report(row):
+    def report(row: dict[str, Any]) -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
 

@@ -13,13 +13,12 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import TINY, assert_same, column, loaders_of, read_metrics, run_tasks, weights
+from conftest import CPU_SCRIPTS, TINY, assert_same, column, loaders_of, read_metrics, run_tasks, task_of, weights
 from torch.distributed.checkpoint import FileSystemReader
 
 from vit import VisionTransformer
 
-SCRIPTS = ("train_ddp", "train_fsdp2")
-WORLD_SIZES = (1, 2, 3)
+WORLD_SIZES = (1, 2, pytest.param(3, marks=pytest.mark.slow))
 STEPS = 20
 
 
@@ -45,29 +44,31 @@ def runs(image_folder, tmp_path_factory):
 
 
 def _tasks(nproc, image_folder, folder):
-    def task(name, script, *overrides, output=None, **more):
-        base = [*TINY, f"data.path={image_folder}", f"output_dir={folder / (output or name)}"]
-        return {"name": name, "script": script, "overrides": [*base, *overrides], **more}
+    task = functools.partial(task_of, image_folder, folder)
 
     regular = ["model.drop_path_rate=0.0"]
     dropout = ["model.drop_path_rate=0.3", "model.pos_drop_rate=0.1", "model.proj_drop_rate=0.1"]
     tasks = []
     # The same run under every strategy, world size and accumulation.
-    for script, k in itertools.product(SCRIPTS, (1, 4)):
+    for script, k in itertools.product(CPU_SCRIPTS, (1, 4)):
         if k == 1 or 24 // nproc % k == 0:
             long = [f"num_train_steps={STEPS}", "evaluation.every_n_steps=5", accumulation(k, nproc), *regular]
             tasks.append(task(f"{script}-{k}", script, *long))
     # Initial weights: one update too small to see.
-    for script in SCRIPTS:
+    for script in CPU_SCRIPTS:
         frozen = ["num_train_steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
         tasks.append(task(f"init-{script}", script, *frozen, before="poison_new_memory"))
     # Six steps straight, and as three, a stop, three more: at step 3 in mid-epoch, at step 5 at the epoch's edge.
-    chains = {"same": SCRIPTS[:1] * 2, "other": SCRIPTS[1:] * 2, "mixed": ("train_ddp", "train_fsdp2", "train_ddp")}
+    chains = {
+        "same": CPU_SCRIPTS[:1] * 2,
+        "other": CPU_SCRIPTS[1:] * 2,
+        "mixed": ("train_ddp", "train_fsdp2", "train_ddp"),
+    }
     for variant in (["data.num_workers=0"], ["data.num_workers=2", accumulation(2, nproc), *dropout])[
         : 2 if nproc == 2 else 1
     ]:
         tag = variant[0][-1]
-        for script in SCRIPTS:
+        for script in CPU_SCRIPTS:
             tasks.append(task(f"straight-{script}-{tag}", script, "num_train_steps=6", *variant))
         for chain, scripts in chains.items():
             stops = (3, 6) if len(scripts) == 2 else (3, 5, 6)
@@ -81,11 +82,13 @@ def _tasks(nproc, image_folder, folder):
     if nproc == 2:
         tasks.append(task("clip", "train_ddp", call="clip_with_absent_gradients"))
         tasks.append(task("masks", "train_ddp", call="dropout_masks"))
-        tasks += [task(f"diverges-{s}", s, "optimizer.lr=1e30", "logger.frequency=4", may_fail=True) for s in SCRIPTS]
+        tasks += [
+            task(f"diverges-{s}", s, "optimizer.lr=1e30", "logger.frequency=4", may_fail=True) for s in CPU_SCRIPTS
+        ]
         tasks.append(task("other-model", "train_ddp", "model.depth=3", output="same-0", may_fail=True))
         tasks.append(task("afresh", "train_ddp", "checkpoint.resume_from_checkpoint=false", output="other-0"))
         bf16 = ["precision=bf16", "num_train_steps=3"]
-        tasks += [task(f"bf16-{script}", script, *bf16) for script in SCRIPTS]
+        tasks += [task(f"bf16-{script}", script, *bf16) for script in CPU_SCRIPTS]
         tasks.append(task("recompute", "train_fsdp2", "activation_checkpointing=true", "num_train_steps=6"))
         tasks.append(task("hsdp", "train_fsdp2", "distributed.dp_outer=2", "num_train_steps=6"))
         tasks.append(task("zero2", "train_fsdp2", "fsdp2.reshard_after_forward=false", "num_train_steps=6"))
@@ -133,10 +136,10 @@ def reference(image_folder):
     return rows, model.state_dict()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", CPU_SCRIPTS)
 @pytest.mark.parametrize("k", [1, 4])
 def test_equals_timm_and_torch(runs, reference, nproc, script, k):
-    """X02, X03: losses, gradient norms, rates and weights, whatever the world size and the accumulation."""
+    """Losses, gradient norms, rates and weights, whatever the world size and the accumulation."""
     if 24 // nproc % k:
         pytest.skip("the batch does not divide")
     _, folder = runs(nproc)
@@ -146,9 +149,9 @@ def test_equals_timm_and_torch(runs, reference, nproc, script, k):
     assert_same(weights(folder, f"{script}-{k}"), final, atol=1e-5)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_validation_counts_every_image_once(runs, nproc, script):
-    """D10: 23 images over 1, 2 and 3 ranks in batches of 24, 12 and 8."""
+    """23 images over 1, 2 and 3 ranks in batches of 24, 12 and 8."""
     _, folder = runs(nproc)
     assert column(folder, f"{script}-1", "val/images") == [23] * 4
     for key in ("val/loss", "val/top1", "val/top5"):
@@ -156,9 +159,9 @@ def test_validation_counts_every_image_once(runs, nproc, script):
         torch.testing.assert_close(column(folder, f"{script}-1", key), alone, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_initial_weights_are_the_same_everywhere(runs, nproc, script):
-    """X01, M13: under every strategy and world size, with storage that starts as NaN."""
+    """Under every strategy and world size, with storage that starts as NaN."""
     _, folder = runs(nproc)
     cfg = launch.load_config("L0_sanity", TINY)
     whole = VisionTransformer(cfg.model)
@@ -169,7 +172,7 @@ def test_initial_weights_are_the_same_everywhere(runs, nproc, script):
 @pytest.mark.parametrize("chain", ["same", "other", "mixed"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_stops_and_resumes_leave_no_trace(runs, nproc, chain, workers):
-    """C03: 6 steps = 3 + 3 = 3 + 2 + 1, bit for bit; at 3 ranks over a change of strategy to 1e-6."""
+    """6 steps = 3 + 3 = 3 + 2 + 1, bit for bit; at 3 ranks over a change of strategy to 1e-6."""
     if workers and nproc != 2:
         pytest.skip("workers, dropout and accumulation are tried with two processes")
     _, folder = runs(nproc)
@@ -184,7 +187,7 @@ def test_stops_and_resumes_leave_no_trace(runs, nproc, chain, workers):
 
 
 def test_a_finished_run_does_nothing(runs):
-    """C03: not a line more, and the final model is not written anew."""
+    """Not a line more, and the final model is not written anew."""
     outcomes, folder = runs(1)
     model = folder / "same-0/checkpoints/final_model/model.safetensors"
     assert model.stat().st_mtime_ns < (folder / "same-0-6.0.json").stat().st_mtime_ns  # when its run ended
@@ -194,7 +197,6 @@ def test_a_finished_run_does_nothing(runs):
 
 
 def test_evaluation_leaves_training_alone(runs):
-    """V02."""
     _, folder = runs(1)
     assert column(folder, "train_ddp-1", "train/loss") == column(folder, "no-eval", "train/loss")
 
@@ -207,20 +209,19 @@ def test_clipping_bounds_the_update_and_logs_the_norm_before(runs, reference):
 
 
 def test_clipping_with_absent_gradients(runs):
-    """X02: a rank without gradients takes part; the norm is the true global one on every rank."""
+    """A rank without gradients takes part; the norm is the true global one on every rank."""
     for rank in runs(2)[0]["clip"]:
         assert rank["metrics"]["norm"] == pytest.approx(rank["metrics"]["reference"], rel=1e-6)
         assert rank["metrics"]["clipped"] == pytest.approx(0.1, rel=1e-5)
 
 
 def test_dropout_masks_differ_between_ranks_steps_and_microbatches(runs):
-    """D08, X01."""
     outcomes, _ = runs(2)
     masks = [tuple(mask) for rank in outcomes["masks"] for mask in rank["metrics"].values()]
     assert len(set(masks)) == len(masks) == 6
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_a_non_finite_loss_stops_all_ranks_at_one_step(runs, script):
     outcomes, folder = runs(2)
     errors = {rank["error"] for rank in outcomes[f"diverges-{script}"]}
@@ -244,9 +245,8 @@ def test_a_fresh_start_sets_the_earlier_run_aside(runs):
     assert_same(weights(folder, "other-0"), weights(folder, "straight-train_ddp-0"), atol=0)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_bf16_keeps_weights_and_moments_in_float32(runs, script):
-    """M12."""
     _, folder = runs(2)
     metadata = FileSystemReader(folder / f"bf16-{script}/checkpoints/step_00000003").read_metadata()
     entries = metadata.state_dict_metadata

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from conftest import ROOT
 
 import schema
-import vit
+import vit_te
 from modeling import build_model
 from runtime.parameter_names import timm_name
 from vit import VisionTransformer
@@ -108,7 +108,7 @@ def free_memory():
 @on_sizes
 @pytest.mark.parametrize("overrides", OPTIONS, ids=lambda o: ",".join(o) or "plain")
 def test_te_blocks_are_as_close_to_float32_as_plain_bf16_ones(model, overrides):
-    """M04, M05, M11: QKV order, mask, epsilon, activation, every option. Errors are against the float32 plain model."""
+    """QKV order, mask, epsilon, activation, every option. Errors are against the float32 plain model."""
     base = [f"model=vit_{model}_224", *BASE]
     if model == "huge_patch14":
         overrides = [o.replace("[64,96]", "[56,84]").replace("[128,128]", "[112,112]") for o in overrides]
@@ -162,7 +162,7 @@ def test_fp8_is_as_far_from_float32_as_eight_bits_are(model, recipe):
 @on_recipes
 @pytest.mark.parametrize("images", [1, 3, 7])
 def test_padding_does_not_change_logits(recipe, images):
-    """F01: 37 tokens, so `images` need filling to rows of 16. The same images in a batch that needs none."""
+    """37 tokens, so `images` need filling to rows of 16. The same images in a batch that needs none."""
     model = build("fp8_config.enabled=true", *FP8[recipe], te=True)
     randomise(model)
     for _ in range(3):
@@ -177,7 +177,7 @@ def test_padding_does_not_change_logits(recipe, images):
 
 @on_recipes
 def test_padding_does_not_change_gradients(recipe):
-    """F01: 7 images of 37 tokens are filled by 13 rows, which add nothing: the error stays that of 16 images."""
+    """7 images of 37 tokens are filled by 13 rows, which add nothing: the error stays that of 16 images."""
     plain, fp8 = build(te=False), build("fp8_config.enabled=true", *FP8[recipe], te=True)
     for model in (plain, fp8):
         randomise(model)
@@ -193,7 +193,7 @@ def test_padding_does_not_change_gradients(recipe):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_weights_a_hundred_times_as_large_stay_finite():
-    """F04: in delayed scaling, whose scales are those of the small weights."""
+    """In delayed scaling, whose scales are those of the small weights."""
     model = build("fp8_config.enabled=true", te=True)
     for _ in range(3):
         run(model, bf16=True, training=True)
@@ -236,7 +236,7 @@ def test_fp8_weights_are_refused_where_there_are_no_float32_ones(script, more, m
 
 @pytest.mark.parametrize("size", [pytest.param(224, marks=needs_te), pytest.param(384, marks=needs_te)])
 def test_every_patch_reaches_the_class_token(size):
-    """M05: full attention, not causal: the last patch changes the class token's logits."""
+    """Full attention, not causal: the last patch changes the class token's logits."""
     model = build(f"model.img_size={size}", "model.global_pool=token", te=True).eval()
     images = torch.randn(2, 3, size, size, device="cuda")
     changed = images.clone()
@@ -249,7 +249,7 @@ def test_every_patch_reaches_the_class_token(size):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("tokens", [64, 197, 576])
 def test_attention_has_gradients_where_all_logits_are_far_below_zero(tokens):
-    """cuDNN's has none at 64 and 576 tokens (vit.TEAttention)."""
+    """cuDNN's has none at 64 and 576 tokens (vit_te.TEAttention)."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # as process_group.set_kernels does
     attend = build(te=True).blocks[0].attn.attend
     query, key, value = (0.1 * torch.randn(64, tokens, 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -262,7 +262,6 @@ def test_attention_has_gradients_where_all_logits_are_far_below_zero(tokens):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_drop_path_drops_whole_images_on_both_branches():
-    """M07."""
     model = build("model.drop_path_rate=0.9", te=True)
     block, keep = model.blocks[-1], model.drop_path(64, torch.device("cuda"))[-1]
     x = torch.randn(64, 37, 192, device="cuda", dtype=torch.bfloat16)
@@ -291,7 +290,7 @@ def test_dropouts_work_in_training_and_vanish_in_evaluation(size, rate):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_trained_te_model_equals_timms_and_hugging_faces():
-    """M06, M04: 20 steps on TransformerEngine's blocks; the logits of 8 images in timm's and Hugging Face's models.
+    """20 steps on TransformerEngine's blocks; the logits of 8 images in timm's and Hugging Face's models.
 
     The weights go by name, strictly; activation (tanh GELU) and epsilon are told to both.
     """
@@ -367,7 +366,7 @@ def hugging_face_names(saved):
 
 
 def test_names_map_one_to_one():
-    """M04: TransformerEngine's names, written down from version 2.20, cover timm's block exactly."""
+    """TransformerEngine's names, written down from version 2.20, cover timm's block exactly."""
     plain = VisionTransformer(launch.load_config("L0_sanity", ["output_dir=unused"]).model)
     block = {name.split(".", 2)[2] for name, _ in plain.named_parameters() if name.startswith("blocks.0.")}
     fused = ["attn.qkv.layer_norm_weight", "attn.qkv.layer_norm_bias", "attn.qkv.weight", "attn.qkv.bias"]
@@ -387,12 +386,12 @@ def test_names_map_one_to_one():
     ],
 )
 def test_without_a_working_te_asking_for_it_is_one_line(tmp_path, stub, expected):
-    """F05: everything imports, the plain paths work, and the message is the import's own first line."""
+    """Everything imports, the plain paths work, and the message is the import's own first line."""
     if stub:
         (tmp_path / "transformer_engine").mkdir()
         (tmp_path / "transformer_engine/__init__.py").write_text(stub)
     code = (
-        f"import sys, te\n{'' if stub else 'sys.modules[`transformer_engine`] = None'}\n".replace("`", "'")
+        f"import sys, vit_te\n{'' if stub else 'sys.modules[`transformer_engine`] = None'}\n".replace("`", "'")
         + "try: vit_te.transformer_engine()\nexcept ValueError as error: print(error)"
     )
     path = f"{tmp_path}:{ROOT}"
@@ -402,7 +401,7 @@ def test_without_a_working_te_asking_for_it_is_one_line(tmp_path, stub, expected
 
 
 def test_te_is_refused_by_name(monkeypatch):
-    """X06: without CUDA; and F05: with an activation, a precision or a compiler that it does not go with."""
+    """Without CUDA; and with an activation, a precision or a compiler that it does not go with."""
     te = ["output_dir=unused", "model.transformer_engine=true", "precision=bf16"]
     good = [*te, "model.act_layer=gelu_tanh"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -415,4 +414,4 @@ def test_te_is_refused_by_name(monkeypatch):
     ):
         with pytest.raises(schema.ConfigError, match=match):
             launch.load_config("L0_sanity", overrides)
-    assert vit.TE_ACTIVATIONS.keys() == {"gelu_tanh", "quick_gelu", "relu", "silu"}
+    assert vit_te.TE_ACTIVATIONS.keys() == {"gelu_tanh", "quick_gelu", "relu", "silu"}

@@ -1,22 +1,21 @@
 """What becomes of every file of a folder, as training and evaluation read it: pixels, or an error.
 
-python tests/odd_files.py FOLDER --output benchmarks/odd_files.json
+python tools/odd_files.py FOLDER --output benchmarks/odd_files.json
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import launch
 
-import benchmark  # noqa: E402
-import imagenet_dataset  # noqa: E402
+import benchmark
+import imagenet_dataset
 import schema
-from input_pipeline import decode  # noqa: E402
+from input_pipeline import decode
 
 
 def outcome(path: Path, cfg: schema.Config) -> str:
@@ -37,7 +36,7 @@ def outcome(path: Path, cfg: schema.Config) -> str:
 
 def main() -> None:
     """Read all, each with both decoders and both ways of EXIF."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = launch.Parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
@@ -45,7 +44,7 @@ def main() -> None:
     for path in sorted(args.folder.rglob("*")):
         if path.name in ("MANIFEST.md", "LICENSE") or (path.is_dir() and not path.suffix):
             continue
-        row = {"file": str(path.relative_to(args.folder))}
+        row: dict[str, Any] = {"file": str(path.relative_to(args.folder))}
         started = time.perf_counter()
         for exif in ("false", "true"):
             found = set()

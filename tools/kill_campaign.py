@@ -1,6 +1,6 @@
 """Kill training runs at chosen moments, start them again, and ask that they end as if nothing had happened.
 
-    python tests/kill_campaign.py --kills 60 --output benchmarks/kill_campaign_cpu.json
+    python tools/kill_campaign.py --kills 60 --output benchmarks/kill_campaign_cpu.json
 
 Runs of DDP and FSDP2 on two CPU processes under torchrun, with sync and async saves. Each is started again and again;
 a start is killed (`kill -9` of one rank, of all ranks, or of torchrun alone) in a step, in a save, between a save's
@@ -8,13 +8,6 @@ last byte and its name, or while old checkpoints are deleted, at a random moment
 alone. Its losses of every step and its final weights must equal the straight run's bit for bit, and no start may find
 that it cannot go on.
 """
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import launch
 
 import argparse
 import collections
@@ -27,19 +20,25 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
+from pathlib import Path
+from typing import Any
 
-import torch
-from conftest import ROOT, TINY, make_images, mark_phase, read_metrics, weights
+from benchmark import provenance
+from interrupted_runs import ROOT, alive, compare, conftest, mark_phase, start_environment
 
 PHASES = ("start", "step", "write", "commit", "prune")
 VICTIMS = ("one rank", "all ranks", "torchrun")
 STEPS, EVERY = 40, 4
+KEYS = ("train/loss", "train/grad_norm", "train/lr", "val/loss", "val/top1")
 
 
-def rank_main():
+def rank_main() -> None:
     """One rank: an entrypoint whose phases are written to a file as they begin, for the killer to read."""
+    import launch
+
     import checkpoint
     import trainer
 
@@ -58,39 +57,32 @@ def rank_main():
     importlib.import_module(script).main(launch.load_config("L0_sanity", overrides, script=script))
 
 
-def command(folder, script, overrides):
+def command(folder: Path, script: str, overrides: list[str]) -> list[str | Path]:
+    """A start of two ranks, each of them this program's `rank_main`."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *(__file__, "rank", folder, script, *overrides),
     ]
 
 
-def start(folder, script, overrides):
+def start(folder: Path, script: str, overrides: list[str]) -> subprocess.Popen:
+    """A torchrun of its own, which leaves its ranks' phases and process ids in the folder, and its log."""
     for path in [*folder.glob("phase.*"), *folder.glob("pid.*")]:
         path.unlink()
     log = open(folder / "log.txt", "a")  # noqa: SIM115
-    env = dict(
-        os.environ, OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"
-    )
     arguments = list(map(str, command(folder, script, overrides)))
-    return subprocess.Popen(arguments, cwd=ROOT, env=env, stdout=log, stderr=log)
+    return subprocess.Popen(arguments, cwd=ROOT, env=start_environment(), stdout=log, stderr=log)
 
 
-def phase(folder):
+def phase(folder: Path) -> str | None:
+    """Where rank 0 is."""
     try:
         return (folder / "phase.0").read_text().strip()
     except FileNotFoundError:
         return None
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def kill_once(run, folder, rng, wanted, victim):
+def kill_once(run: subprocess.Popen, folder: Path, rng: random.Random, wanted: str, victim: str) -> str | None:
     """Wait for the phase, a random number of times, then kill; returns the phase that was hit, None if it ended."""
     times, entered, last = rng.randint(1, 4), 0, None
     while run.poll() is None:
@@ -121,15 +113,15 @@ def kill_once(run, folder, rng, wanted, victim):
     return hit if struck else None
 
 
-def campaign(kills, seed, folder):
+def campaign(kills: int, seed: int, folder: Path) -> dict[str, Any]:
     """All runs; returns what was hit and how each run ended."""
     rng = random.Random(seed)
-    image_folder = make_images(folder / "images")
+    image_folder = conftest().make_images(folder / "images")
     kinds = [(script, way) for script in ("train_ddp", "train_fsdp2") for way in ("false", "true")]
     moments = collections.Counter()
     ends = []
     for index, (script, way) in enumerate(kinds):
-        base = [*TINY, f"data.path={image_folder}", f"num_train_steps={STEPS}", "data.num_workers=1"]
+        base = [*conftest().TINY, f"data.path={image_folder}", f"num_train_steps={STEPS}", "data.num_workers=1"]
         base += [
             f"checkpoint.save_every_n_steps={EVERY}",
             f"checkpoint.async_save={way}",
@@ -157,33 +149,21 @@ def campaign(kills, seed, folder):
                 done += 1
                 print(f"{script} async={way} kill {done}/{share}: {hit}, {victim}", flush=True)
             code = start(life, script, overrides).wait(timeout=300)
-            ends.append({"script": script, "async": way == "true", "kills": hits, "end": compare(code, life, straight)})
+            ends.append(
+                {"script": script, "async": way == "true", "kills": hits, "end": compare(code, life, straight, KEYS)}
+            )
             print(json.dumps(ends[-1]), flush=True)
             shutil.rmtree(life)
     return {"kills": sum(moments.values()), "moments": dict(sorted(moments.items())), "runs": ends}
 
 
-def compare(code, life, straight):
-    if code:
-        return f"exit code {code}: {(life / 'log.txt').read_text()[-2000:]}"
-    got, want = read_metrics(life / "run"), read_metrics(straight / "run")
-    for step in want:
-        for key in ("train/loss", "train/grad_norm", "train/lr", "val/loss", "val/top1"):
-            if got.get(step, {}).get(key) != want[step].get(key):
-                return f"{key} of step {step} differs"
-    a, b = weights(life, "run"), weights(straight, "run")
-    different = [name for name in b if not torch.equal(a[name], b[name])]
-    return f"weights differ: {different}" if different else "identical"
-
-
-def main():
+def main() -> None:
+    """Parse, kill, write; exits with 1 where a run did not end as if nothing had happened."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "tools"))
-    from benchmark import provenance
 
     with tempfile.TemporaryDirectory() as folder:
         results = campaign(args.kills, args.seed, Path(folder))

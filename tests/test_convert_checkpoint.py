@@ -1,0 +1,50 @@
+"""tools/convert_checkpoint.py: says what it wrote, or what is wrong."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, run_command
+from weight_files import assert_same_bits, cut_off, plain_file, small, write_step
+
+# --- the tool
+
+
+def test_the_tool_says_what_it_wrote(stored_weights, tmp_path):
+    _, folder, tensors = stored_weights
+    done = run_command([ROOT / "tools/convert_checkpoint.py", folder, tmp_path / "out", "--format", "timm"])
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(f"wrote {tmp_path}/out (timm, ")
+    assert line.endswith(f"from {folder}/step_00000012")
+    assert_same_bits(plain_file(tmp_path / "out"), tensors)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("checkpoints there --format hugging-face", "there is there already"),
+        ("there new --format timm", "there is no complete step_XXXXXXXX folder"),
+        ("registers new --format hugging-face", "model.reg_tokens=4"),
+        ("damaged new --format timm", "cannot be read"),
+        ("checkpoints new --format onnx", "invalid choice: 'onnx'"),
+        ("checkpoints new", "--format"),
+    ],
+)
+def test_the_tool_complains_in_one_line(arguments, complaint, stored_weights, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    Path("checkpoints").symlink_to(stored_weights[1])
+    write_step(Path("registers"), small("reg_tokens=4"))
+    damaged, _ = write_step(Path("damaged"), small())
+    cut_off(damaged / ".metadata")
+    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *arguments.split()])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(ROOT / "tools/convert_checkpoint.py"), run_name="__main__")
+    assert exit_.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert complaint in line
+    assert not list(Path("there").iterdir())
+    assert not Path("new").exists()

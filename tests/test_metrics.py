@@ -1,0 +1,96 @@
+"""Metrics and the console: what a run says of itself, and where."""
+
+import launch
+
+import io
+import json
+import re
+import sys
+import time
+
+import pytest
+import torch
+from conftest import TINY, column, read_metrics, session_of
+
+import schema
+from observability import metrics
+
+# Metrics and the console
+
+
+def test_metrics_tell_the_epoch_and_its_seconds(observed):
+    """60 images in batches of 24: 2.5 steps an epoch."""
+    _, folder = observed
+    assert column(folder, "stub", "train/epoch") == pytest.approx([step / 2.5 for step in range(1, 9)], abs=1e-4)
+    seconds = column(folder, "stub", "train/epoch_seconds")  # resumed at step 4, in mid-epoch, without its start
+    assert [value is None for value in seconds] == [True, True, False, False, True, True, True, False]
+    assert {row["train/gpu_utilization"] for row in read_metrics(folder / "stub").values()} <= {None, *range(2)}
+    for key in ("train/memory_allocated_gib", "train/memory_reserved_gib"):
+        assert key in read_metrics(folder / "stub")[1]
+
+
+def test_an_epochs_seconds_are_those_between_its_first_and_last_step(monkeypatch, tmp_path):
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    cfg = launch.load_config("L0_sanity", [*TINY, "data=synthetic", "global_batch_size=10"])
+    sizes = schema.RunSizes.of(cfg, world_size=1, num_train_images=40, num_val_images=1)
+    speed = metrics.Speed(session_of(tmp_path), cfg, sizes, start_step=0, flops_per_image=1.0)
+    seen = []
+    for step in range(1, 13):
+        now += step
+        speed.count(step)
+        seen.append(speed.read()["train/epoch_seconds"])
+    assert seen == [None, None, None, 10.0, 10.0, 10.0, 10.0, 26.0, 26.0, 26.0, 26.0, 42.0]
+
+
+def test_utilization_is_a_share_or_null(monkeypatch):
+    card = torch.device("cuda", 0)
+    assert metrics.utilization(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 97)
+    assert metrics.utilization(card) == 0.97
+
+    def absent(device):
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    monkeypatch.setattr(torch.cuda, "utilization", absent)
+    assert metrics.utilization(card) is None
+
+
+def test_the_end_of_a_run_is_summed_up(observed):
+    _, folder = observed
+    log = (folder / "stub/train.log").read_text()
+    rates = re.findall(r"done: steps (\d) to (\d) in \d+ s, ([\d,]+) images/s", log)
+    assert [(first, last) for first, last, _ in rates] == [("1", "4"), ("5", "8")]
+    best = json.loads((folder / "stub/checkpoints/best.json").read_text())
+    where = folder / f"stub/checkpoints/step_{best['step']:08d}"
+    assert f"best: top1 {best['value']:.4f} at step {best['step']}, in {where}\n" in log
+    assert where.is_dir()
+    assert log.count("24 = 12 images x 2 ranks x 1 microbatches; steps 5 to 8, 3.2 passes over 60 images") == 1
+
+
+def test_output_in_files_has_no_carriage_return(observed):
+    """With real wandb, warnings and all."""
+    _, folder = observed
+    output = (folder / "output.txt").read_bytes()
+    assert b"\r" not in output
+    assert len(re.findall(rb"step 8/8  loss", output)) == 3  # offline, board, stub: rank 0 alone
+
+
+def test_the_bar_on_a_terminal_has_an_eta(monkeypatch, tmp_path):
+    class Terminal(io.StringIO):
+        isatty = staticmethod(lambda: True)
+
+    cfg = launch.load_config("L0_sanity", [*TINY, "data.path=unused", f"output_dir={tmp_path}"])
+    shown = {}
+    for kind in (Terminal, io.StringIO):
+        monkeypatch.setattr(sys, "stderr", kind())
+        logger = metrics.MetricLogger(cfg, session_of(tmp_path), start_step=2, total_steps=6, run_id="x")
+        logger.bar.mininterval = 0
+        logger.bar.update()
+        logger.write(3, {"train/loss": 0.5})
+        time.sleep(0.01)
+        logger.bar.update()
+        logger.close(4, None)
+        shown[kind] = sys.stderr.getvalue()
+    assert re.search(r"\r.* 4/6 \[\d\d:\d\d<\d\d:\d\d, .*loss=0\.5000", shown[Terminal])
+    assert shown[io.StringIO] == ""
