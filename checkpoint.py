@@ -446,11 +446,14 @@ class Saver:
                 "free; the checkpoints before it are as they were"
             ) from None
 
+    def num_samples(self) -> int:
+        """Images trained on up to the step that is saved, over all resumes, each counted as often as it was seen."""
+        return self.resumed.samples + (self.step - self.resumed.step) * self.cfg.global_batch_size
+
     def _commit(self, temporary: Path, best: dict[str, Any] | None) -> None:
         """What rank 0 does when every rank has written."""
         final = temporary.with_suffix("")
-        samples = self.resumed.samples + (self.step - self.resumed.step) * self.cfg.global_batch_size
-        state = {"step": self.step, "samples": samples, "best": best, "is_unscored": self.is_unscored}
+        state = {"step": self.step, "samples": self.num_samples(), "best": best, "is_unscored": self.is_unscored}
         write_json(temporary / "state.json", state | self.facts)
         if final.exists():  # and was skipped at the start, so it is damaged
             final.rename(final.with_suffix(f".damaged-{uuid.uuid4().hex[:6]}"))

@@ -335,7 +335,7 @@ def test_a_folder_of_nothing_readable_ends(tmp_path):
 
 @pytest.mark.parametrize("nproc", [2])
 def test_policies_under_two_processes(spoilt, tmp_path, nproc):
-    """Skip trains to the end with equal steps, raise ends every rank with the file's name."""
+    """`skip` trains to the end with equal steps, `raise` ends every rank with the file's name."""
     folder, bad = spoilt
     base = [*TINY, f"data.path={folder}", "evaluation.every_n_steps=6", "data.num_workers=1"]
     run_tasks(

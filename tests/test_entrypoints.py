@@ -28,7 +28,7 @@ def piped(image_folder, tmp_path_factory):
 
 
 def test_paths_are_relative_to_where_one_starts_and_the_same_command_resumes(piped):
-    """Torchrun with two processes, from another folder."""
+    """torchrun with two processes, from another folder."""
     home, first, second = piped
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert sorted(p.name for p in home.iterdir()) == ["out", "tiny"]

@@ -142,7 +142,7 @@ def test_a_fresh_process_goes_on_as_the_straight_run(runs, nproc, script, recipe
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("recipe", [*GRID, *(f"{name}-weights" for name in FP8)])
 def test_export_is_timms(runs, nproc, script, recipe):
-    """Timm's names, all of them and no other, no _extra_state; timm loads them strictly."""
+    """timm's names, all of them and no other, no _extra_state; timm loads them strictly."""
     if recipe.endswith("-weights") and script != "train_mfsdp":
         pytest.skip("FP8 weights are Megatron-FSDP's")
     _, folder = runs(nproc)

@@ -1,4 +1,4 @@
-"""A run that is asked to stop: real signals to real ranks. All of signal x target x phase: preemption_matrix.py."""
+"""A run that is asked to stop: real signals to real ranks. Signal x target x phase: tools/preemption_matrix.py."""
 
 import launch
 
@@ -246,7 +246,7 @@ def assert_identical(folder, other):
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "rank"), [("train_ddp", 0), ("train_fsdp2", 1)])
 def test_a_killed_rank_restarts_the_job(straight, image_folder, tmp_path, script, rank):
-    """Torchrun --max-restarts 1; the second attempt goes on from the last checkpoint."""
+    """torchrun --max-restarts 1; the second attempt goes on from the last checkpoint."""
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", f"{script}.py"]
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
