@@ -204,9 +204,7 @@ def job(tiny, tmp_path):
 
         def restore(self):
             resumed = checkpoint.restore(self.state, self.cfg, self.session, run_sizes(self.cfg, 1))
-            self.saver = checkpoint.Saver(
-                self.state, self.cfg, self.session, run_sizes(self.cfg, 1), run_id=resumed.run_id
-            )
+            self.saver = checkpoint.Saver(self.state, self.cfg, self.session, run_sizes(self.cfg, 1), resumed=resumed)
             return resumed
 
         def save(self, *steps, best=None):
