@@ -21,7 +21,7 @@ test: .venv/installed
 	$(BIN)/python -m pytest
 
 test-slow: .venv/installed
-	$(BIN)/python -m pytest -m "slow and not gpu and not multi_gpu and not slurm"
+	$(BIN)/python -m pytest -m "slow and not gpu and not multi_gpu and not slurm" $(SLOW_OPTIONS)
 
 checks: .venv/installed
 	$(BIN)/ruff check .
