@@ -13,8 +13,10 @@ import logging
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,9 @@ SCRIPTS = ("train_ddp", "train_fsdp2", "train_mfsdp")
 CPU_SCRIPTS = SCRIPTS[:2]  # Megatron-FSDP needs a GPU
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)  # as torchrun does: the same sums in every process
+for number in (signal.SIGINT, signal.SIGHUP):  # a shell's background and nohup ignore them; tests send them to runs
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 # A model and a schedule that take milliseconds. Overrides of L0_sanity.
 TINY = [
@@ -202,6 +207,47 @@ def run_command(command, *, nproc=None, timeout=240, cwd=ROOT, env=None):
     return done
 
 
+@functools.cache
+def fork_context():
+    """For processes that are forked from one which has imported worker.py: they start at once, not in six seconds."""
+    import multiprocessing.forkserver
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["worker"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT / 'tests'}:{ROOT}:{ROOT / 'tools'}:{os.environ.get('PYTHONPATH', '')}")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def fork_ranks(arguments, *, nproc, output, timeout):
+    """What torchrun does with worker.py, by forks: the same variables, a store of the parent's, one file of output."""
+    import worker
+
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    job = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "localhost", "MASTER_PORT": store.port}
+    job |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": 0}
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=paths) | {k: str(v) for k, v in job.items()}
+    ranks = []
+    for rank in range(nproc):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        started = (environment | place, str(output), *map(str, arguments))
+        ranks.append(fork_context().Process(target=worker.as_rank, args=started))
+    try:
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + timeout
+        for process in ranks:
+            process.join(max(0, deadline - time.monotonic()))
+        assert [process.exitcode for process in ranks] == [0] * nproc, output.read_text()[-20000:]
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+
+
 def run_tasks(tasks, *, nproc, folder, timeout=300, strict=True):
     """Run `tasks` (see worker.py) in one set of processes; returns name -> outcome of each rank.
 
@@ -209,9 +255,13 @@ def run_tasks(tasks, *, nproc, folder, timeout=300, strict=True):
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tasks.json").write_text(json.dumps(tasks))
-    done = run_command([ROOT / "tests/worker.py", folder / "tasks.json", folder], nproc=nproc, timeout=timeout)
-    (folder / "output.txt").write_text(done.stdout + done.stderr)
-    assert done.returncode == 0, done.stderr[-20000:].split("elastic/multiprocessing/api")[0]
+    arguments = [folder / "tasks.json", folder]
+    if torch.cuda.is_available():
+        done = run_command([ROOT / "tests/worker.py", *arguments], nproc=nproc, timeout=timeout)
+        (folder / "output.txt").write_text(done.stdout + done.stderr)
+        assert done.returncode == 0, done.stderr[-20000:].split("elastic/multiprocessing/api")[0]
+    else:
+        fork_ranks(arguments, nproc=nproc, output=folder / "output.txt", timeout=timeout)
     outcomes = {
         task["name"]: [json.loads((folder / f"{task['name']}.{rank}.json").read_text()) for rank in range(nproc)]
         for task in tasks
@@ -363,11 +413,10 @@ def trained_run(image_folder, tmp_path_factory):
     """The folder of a run of six steps on `image_folder`."""
 
     def start(folder):
-        overrides = [*TINY, f"data.path={image_folder}", f"output_dir={folder}", "evaluation.every_n_steps=6"]
-        done = run_command([ROOT / "train_ddp.py", *overrides])
-        assert done.returncode == 0, done.stderr[-2000:]
+        tasks = [task_of(image_folder, folder, "run", "train_ddp", "evaluation.every_n_steps=6")]
+        run_tasks(tasks, nproc=1, folder=folder / "tasks")
 
-    return made_once(tmp_path_factory, "trained_run", start)[0]
+    return made_once(tmp_path_factory, "trained_run", start)[0] / "run"
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,7 @@ from conftest import (
     task_of,
     weights,
 )
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import checkpoint
 import schema
@@ -353,8 +354,7 @@ def test_everything_is_read_without_unpickling_anything_of_ours(job, tmp_path):
     one.save(2, best={"step": 2, "metric": "val/top1", "value": float(torch.tensor(0.25))})
     folder = one.root / "step_00000002"
     assert json.loads((folder / "state.json").read_text())["best"]["value"] == 0.25
-    command = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
-    subprocess.run([*command, folder, tmp_path / "one.pt"], check=True, capture_output=True)
+    dcp_to_torch_save(folder, tmp_path / "one.pt")
     loaded = torch.load(tmp_path / "one.pt", weights_only=True)
     assert_same(loaded["model"], {name: w.detach() for name, w in one.state.weights.items()})
 
@@ -404,6 +404,22 @@ def test_another_run_on_the_same_checkpoints_is_refused_while_it_lives(tiny, tmp
         os.killpg(holder.pid, signal.SIGKILL)
 
 
+def test_an_orphan_saves_nothing_more_unless_it_was_asked_to_stop(job, monkeypatch):
+    one = job()
+    one.restore()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    one.save(2)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    with pytest.raises(schema.RunError, match="torchrun is gone: stopping before the save of step 4"):
+        one.save(4)
+    assert set(step_folders(one.root)) == {2}
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert one.session.stop.agreed()
+    one.save(6)
+    assert set(step_folders(one.root)) == {2, 6}
+
+
+@pytest.mark.slow
 def test_ranks_whose_torchrun_died_stop_before_the_next_save(tiny, tmp_path):
     """And another start, once they are gone, goes on."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -36,6 +36,7 @@ def test_lines_that_nobody_takes_are_lost(number):
     assert stream.isatty() is False
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_the_reader_of_its_lines_has_ended(tiny, tmp_path):
     command = [sys.executable, "train_ddp.py", *tiny, "num_train_steps=40"]
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -5,17 +5,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_command
+from conftest import ROOT
 from weight_files import assert_same_bits, cut_off, plain_file, small, write_step
 
-# --- the tool
 
-
-def test_the_tool_says_what_it_wrote(stored_weights, tmp_path):
+def test_the_tool_says_what_it_wrote(stored_weights, tmp_path, monkeypatch, capsys):
     _, folder, tensors = stored_weights
-    done = run_command([ROOT / "tools/convert_checkpoint.py", folder, tmp_path / "out", "--format", "timm"])
-    assert (done.returncode, done.stderr) == (0, "")
-    (line,) = done.stdout.splitlines()
+    arguments = [str(folder), str(tmp_path / "out"), "--format", "timm"]
+    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *arguments])
+    runpy.run_path(str(ROOT / "tools/convert_checkpoint.py"), run_name="__main__")
+    printed, errors = capsys.readouterr()
+    assert errors == ""
+    (line,) = printed.splitlines()
     assert line.startswith(f"wrote {tmp_path}/out (timm, ")
     assert line.endswith(f"from {folder}/step_00000012")
     assert_same_bits(plain_file(tmp_path / "out"), tensors)

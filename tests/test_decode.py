@@ -16,7 +16,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, loaders_of, make_images, read_metrics, run_command, run_tasks
+from conftest import ROOT, TINY, loaders_of, make_images, read_metrics, run_command, run_tasks, task_of
 from PIL import Image, ImageOps
 
 import imagenet_dataset
@@ -29,10 +29,15 @@ DECODERS = ("pillow", "torchvision")
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
+@functools.cache
+def composed(*overrides):
+    base = [*TINY, "data.path=unused", "data.num_workers=0", "data.crop_scale=[0.3,1]", "data.crop_ratio=[0.75,1.25]"]
+    return launch.load_config("L0_sanity", [*base, *overrides], script="train_ddp")
+
+
 def config(path, *overrides):
     """L0_sanity on the images at `path`, 16 x 16 pixels."""
-    base = [*TINY, "data.path=unused", "data.num_workers=0", "data.crop_scale=[0.3,1]", "data.crop_ratio=[0.75,1.25]"]
-    cfg = launch.load_config("L0_sanity", [*base, *overrides], script="train_ddp")
+    cfg = composed(*overrides)
     return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path=str(path)))
 
 
@@ -333,26 +338,22 @@ def test_a_folder_of_nothing_readable_ends(tmp_path):
         batches(cfg, 0)
 
 
-@pytest.mark.parametrize("nproc", [2])
-def test_policies_under_two_processes(spoilt, tmp_path, nproc):
-    """`skip` trains to the end with equal steps, `raise` ends every rank with the file's name."""
+def test_skipping_under_two_processes(spoilt, tmp_path):
+    """It trains to the end with equal steps."""
     folder, bad = spoilt
-    base = [*TINY, f"data.path={folder}", "evaluation.every_n_steps=6", "data.num_workers=1"]
-    run_tasks(
-        [
-            {
-                "name": "skip",
-                "script": "train_ddp",
-                "overrides": [*base, f"output_dir={tmp_path}/skip", "data.on_error=skip"],
-            }
-        ],
-        nproc=nproc,
-        folder=tmp_path / "tasks",
-    )
+    options = ["evaluation.every_n_steps=6", "data.num_workers=1", "data.on_error=skip"]
+    run_tasks([task_of(folder, tmp_path, "skip", "train_ddp", *options)], nproc=2, folder=tmp_path / "tasks")
     assert read_metrics(tmp_path / "skip")[6]["val/images"] == 22
     output = (tmp_path / "tasks/output.txt").read_text()
     assert all(str(path) in output for path in bad)
-    done = run_command([ROOT / "train_ddp.py", *base, f"output_dir={tmp_path}/raise"], nproc=nproc, timeout=100)
+
+
+@pytest.mark.slow
+def test_an_image_that_cannot_be_read_ends_both_processes(spoilt, tmp_path):
+    """With the file's name."""
+    folder, bad = spoilt
+    overrides = [*TINY, f"data.path={folder}", "evaluation.every_n_steps=6", "data.num_workers=1"]
+    done = run_command([ROOT / "train_ddp.py", *overrides, f"output_dir={tmp_path}/raise"], nproc=2, timeout=100)
     assert done.returncode != 0
     assert any(f"cannot read {path}: " in done.stderr for path in bad)
     assert json.loads((tmp_path / "raise/status.json").read_text())["state"] in ("failed", "running")

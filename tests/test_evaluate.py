@@ -11,29 +11,36 @@ from conftest import ROOT, read_metrics, run_command
 import evaluate
 
 
-def test_evaluation_is_the_runs_own(trained_run, image_folder, tmp_path, capsys):
-    """From the checkpoint by two processes, and from the exported model by one, in batches that do not divide 23."""
+@pytest.mark.parametrize(
+    ("model", "nproc"),
+    [
+        ("checkpoints", None),
+        ("checkpoints/final_model", None),
+        pytest.param("checkpoints", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_evaluation_is_the_runs_own(trained_run, image_folder, tmp_path, capsys, model, nproc):
+    """From the checkpoint and from the exported model, by one process and by two, in batches that do not divide 23."""
     want = read_metrics(trained_run)[6]
     counts = {path.name: len(list(path.iterdir())) for path in (image_folder / "val").iterdir()}
-    for model, nproc in ((trained_run / "checkpoints", 2), (trained_run / "checkpoints/final_model", None)):
-        output = tmp_path / f"{nproc}.json"
-        options = ["--batch-size", 4, "--workers", 1, "--per-class", "--output", output]
-        arguments = [*map(str, (model, image_folder / "val", *options))]
-        if nproc is None:
-            evaluate.main(arguments)
-            printed = capsys.readouterr().out
-        else:
-            done = run_command([ROOT / "tools/evaluate.py", *arguments], nproc=nproc)
-            assert done.returncode == 0, done.stderr[-2000:]
-            printed = done.stdout
-        found = json.loads(output.read_text())
-        assert found["images"] == want["val/images"] == 23
-        assert found["top1"] == pytest.approx(want["val/top1"])
-        assert found["top5"] == pytest.approx(want["val/top5"])
-        assert {name: row["images"] for name, row in found["classes"].items()} == counts
-        hits = sum(row["top1"] * row["images"] for row in found["classes"].values())
-        assert hits / 23 == pytest.approx(want["val/top1"])
-        assert f"23 images, top-1 {want['val/top1']:.4f}" in printed
+    output = tmp_path / "scores.json"
+    options = ["--batch-size", 4, "--workers", 1, "--per-class", "--output", output]
+    arguments = [*map(str, (trained_run / model, image_folder / "val", *options))]
+    if nproc is None:
+        evaluate.main(arguments)
+        printed = capsys.readouterr().out
+    else:
+        done = run_command([ROOT / "tools/evaluate.py", *arguments], nproc=nproc)
+        assert done.returncode == 0, done.stderr[-2000:]
+        printed = done.stdout
+    found = json.loads(output.read_text())
+    assert found["images"] == want["val/images"] == 23
+    assert found["top1"] == pytest.approx(want["val/top1"])
+    assert found["top5"] == pytest.approx(want["val/top5"])
+    assert {name: row["images"] for name, row in found["classes"].items()} == counts
+    hits = sum(row["top1"] * row["images"] for row in found["classes"].values())
+    assert hits / 23 == pytest.approx(want["val/top1"])
+    assert f"23 images, top-1 {want['val/top1']:.4f}" in printed
 
 
 def test_evaluation_goes_by_class_names_and_names_what_is_wrong(trained_run, image_folder, tmp_path, capsys):

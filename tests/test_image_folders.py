@@ -11,7 +11,6 @@ import gzip
 import io
 import itertools
 import json
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -24,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 from configs import data_config
-from conftest import ROOT, error_of, loaders_of, make_files
+from conftest import ROOT, error_of, fork_context, loaders_of, make_files
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
@@ -380,8 +379,7 @@ def unpacked(tmp_path_factory):
     """The data set after four processes asked for it at once; what each saw; every name that was ever beside it."""
     folder, answers = tmp_path_factory.mktemp("bundled"), tmp_path_factory.mktemp("answers")
     shutil.copy(ARCHIVE, folder)
-    context = multiprocessing.get_context("forkserver")  # not spawn: torch is imported once, not four times
-    context.set_forkserver_preload(["torchvision.transforms.v2", "timm", "torch.distributed.checkpoint"])
+    context = fork_context()
     barrier = context.Barrier(4)
     arguments = [(barrier, str(folder / "fashion_mnist_demo"), str(answers / f"{i}.json")) for i in range(4)]
     processes = [context.Process(target=_scan_at_once, args=each) for each in arguments]

@@ -2,7 +2,6 @@
 
 import launch
 
-import concurrent.futures
 import importlib.metadata
 import re
 import sys
@@ -11,7 +10,7 @@ import pytest
 import torch
 import yaml
 from configs import load, schema_leaves, small, with_values, yaml_leaves
-from conftest import ROOT, SCRIPTS, error_of, run_command
+from conftest import ROOT, SCRIPTS, error_of, run_command, started_once
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -260,6 +259,7 @@ def run_launch(monkeypatch, tmp_path, capsys):
         (["distributed.dp_shard=1"], ["distributed.dp_shard=1"]),
         (["num_train_steps=5", "num_epochs=1"], ["num_epochs=1", "num_train_steps"]),
         (["--no-such-flag"], ["--no-such-flag"]),
+        (["--multirun", "seed=1,2"], ["--multirun", "one command a run"]),
     ],
 )
 def test_mistake_on_the_command_line_is_one_line_and_exit_code_2(run_launch, tmp_path, arguments, fragments):
@@ -318,7 +318,7 @@ def test_error_of_main_that_is_meant_for_the_user_is_one_line(run_launch, image_
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
-    """Name -> (finished process, its working folder): the two ranks first, then two lone processes at a time."""
+    """A function: name -> (finished process, its working folder)."""
     commands = {
         "typo": ("train_ddp.py", ["optimzer.lr=1"], 2),
         "flag": ("train_fsdp2.py", ["--bogus-flag"], None),
@@ -327,6 +327,7 @@ def launches(tmp_path_factory):
         "multirun": ("train_ddp.py", ["--multirun", "seed=1,2"], None),
     }
 
+    @started_once
     def start(name):
         script, arguments, nproc = commands[name]
         folder = tmp_path_factory.mktemp(name)
@@ -334,14 +335,12 @@ def launches(tmp_path_factory):
         timeout = 60 if nproc else 120
         return run_command([ROOT / script, *arguments], nproc=nproc, timeout=timeout, cwd=folder, env=env), folder
 
-    first, *others = commands
-    done = {first: start(first)}
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return done | dict(zip(others, pool.map(start, others), strict=True))
+    return start
 
 
+@pytest.mark.slow
 def test_two_ranks_say_a_mistake_once_and_before_they_meet(launches):
-    done, folder = launches["typo"]
+    done, folder = launches("typo")
     assert done.returncode != 0
     assert done.stdout == ""
     errors = [line for line in done.stderr.splitlines() if "error:" in line]
@@ -354,13 +353,13 @@ def test_two_ranks_say_a_mistake_once_and_before_they_meet(launches):
 @pytest.mark.parametrize(
     ("name", "fragments"),
     [
-        ("flag", ["--bogus-flag"]),
-        ("mfsdp", ["train_mfsdp.py needs a CUDA GPU", "train_fsdp2.py"]),
-        ("multirun", ["--multirun", "one command a run"]),
+        pytest.param("flag", ["--bogus-flag"], marks=pytest.mark.slow),
+        pytest.param("mfsdp", ["train_mfsdp.py needs a CUDA GPU", "train_fsdp2.py"], marks=pytest.mark.slow),
+        pytest.param("multirun", ["--multirun", "one command a run"], marks=pytest.mark.slow),
     ],
 )
 def test_lone_process_says_a_mistake_in_one_line(launches, name, fragments):
-    done, folder = launches[name]
+    done, folder = launches(name)
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -371,7 +370,7 @@ def test_lone_process_says_a_mistake_in_one_line(launches, name, fragments):
 
 
 def test_config_can_be_printed(launches):
-    done, folder = launches["cfg"]
+    done, folder = launches("cfg")
     assert done.returncode == 0
     assert done.stderr == ""
     printed = yaml.safe_load(done.stdout)
@@ -381,6 +380,6 @@ def test_config_can_be_printed(launches):
 
 
 def test_output_folder_has_the_names_of_the_config_and_the_script(launches):
-    printed = yaml.safe_load(launches["cfg"][0].stdout)
+    printed = yaml.safe_load(launches("cfg")[0].stdout)
     assert printed["output_dir"] == "runs/L0_sanity-train_fsdp2"
     assert printed["checkpoint"]["ckpt_dir"] == "runs/L0_sanity-train_fsdp2/checkpoints"

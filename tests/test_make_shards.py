@@ -150,6 +150,7 @@ def test_a_image_that_cannot_be_read_stops_make_shards_by_name_and_a_second_run_
     assert len(tar_shards.load(str(tmp_path / "out"), "train", "raise")) == 400
 
 
+@pytest.mark.slow
 def test_tools_start_as_a_user_starts_them_and_complain_in_one_line(tmp_path):
     commands = {
         ("make_shards.py", "--index", tmp_path): "there are no shards",

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
-    CPU_SCRIPTS,
     ON_GPU,
     ROOT,
+    SCRIPTS,
     TINY,
     assert_same,
     column,
@@ -64,22 +64,22 @@ def _live(scripts, image_folder, folder, *overrides):
 
 @pytest.fixture(scope="module")
 def lives(image_folder, tmp_path_factory):
-    """A function: on the CPU or on two GPUs -> (outcomes, folder)."""
+    """A function: (on the CPU or on two GPUs, script) -> (outcomes, folder); on GPUs all scripts start together."""
 
     @started_once
-    def start(place):
-        folder = tmp_path_factory.mktemp(f"lives_{place}")
-        if place == "cpu":
-            return _live(CPU_SCRIPTS, image_folder, folder)
+    def start(scripts):
+        folder = tmp_path_factory.mktemp("lives")
+        if len(scripts) == 1:
+            return _live(scripts, image_folder, folder)
         small = [item for item in ON_GPU if not item.startswith(("global_batch_size", "evaluation"))]
-        return _live((*CPU_SCRIPTS, "train_mfsdp"), image_folder, folder, *small, "data.num_workers=2")
+        return _live(scripts, image_folder, folder, *small, "data.num_workers=2")
 
-    return start
+    return lambda place, script: start((script,) if place == "cpu" else SCRIPTS)
 
 
 GPUS = [pytest.mark.multi_gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
-PLACES = [("cpu", script) for script in CPU_SCRIPTS]
-PLACES += [pytest.param("gpu", script, marks=GPUS) for script in (*CPU_SCRIPTS, "train_mfsdp")]
+PLACES = [("cpu", "train_ddp"), pytest.param("cpu", "train_fsdp2", marks=pytest.mark.slow)]
+PLACES += [pytest.param("gpu", script, marks=GPUS) for script in SCRIPTS]
 
 
 @pytest.mark.parametrize(("place", "script"), PLACES)
@@ -87,7 +87,7 @@ PLACES += [pytest.param("gpu", script, marks=GPUS) for script in (*CPU_SCRIPTS, 
 def test_all_ranks_stop_at_one_step_and_save_it(lives, place, script, number):
     """In the start, in a step, in an evaluation (whose score the next start adds) and in a save."""
     _, state, step, saved = LIFE[number]
-    outcomes, _ = lives(place)
+    outcomes, _ = lives(place, script)
     left = outcomes[f"{script}-{number}"][0]["metrics"]  # as rank 0, who writes it, found it when it was done
     assert (left["status"]["state"], left["status"]["step"]) == (state, step)
     assert {key: left["saved"][key] for key in left["saved"] if key in saved} == saved
@@ -97,7 +97,7 @@ def test_all_ranks_stop_at_one_step_and_save_it(lives, place, script, number):
 @pytest.mark.parametrize(("place", "script"), PLACES)
 def test_stopped_and_resumed_is_straight(lives, place, script):
     """Every loss, score and weight, on the CPU bit for bit; each step was saved once."""
-    _, folder = lives(place)
+    _, folder = lives(place, script)
     straight, life = read_metrics(folder / f"{script}-straight"), read_metrics(folder / f"{script}-life")
     del life[4]["val/loss"], life[4]["val/top1"], life[4]["val/top5"]  # the last step of the run that was cut short
     for key in RAN:
@@ -189,6 +189,16 @@ def test_alone_no_group_is_needed(monkeypatch):
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+# When one of two torchruns has ended, the other waits for it, for 300 seconds that none of its options changes.
+IMPATIENT = """
+from torch.distributed import run
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+defaults = LocalElasticAgent.__init__.__defaults__
+assert defaults.count(300) == 1
+LocalElasticAgent.__init__.__defaults__ = tuple(20 if value == 300 else value for value in defaults)
+run.main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -269,9 +279,9 @@ def test_two_nodes_on_one_machine(straight, image_folder, tmp_path, script, sign
         processes = []
         for node in (0, 1):
             rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", str(port)]
-            command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *rendezvous, f"{script}.py"]
+            command = [sys.executable, "-c", IMPATIENT, *rendezvous, "--nnodes", "2", "--nproc-per-node", "1"]
             with open(tmp_path / f"log-{node}-{port}", "w") as log:
-                arguments = [*command, *long_run(image_folder, tmp_path)]
+                arguments = [*command, f"{script}.py", *long_run(image_folder, tmp_path)]
                 processes.append(subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=log, stderr=log))
         return processes
 

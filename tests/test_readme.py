@@ -4,9 +4,11 @@ import launch  # noqa: F401  (before torch)
 
 import json
 
+import pytest
 from conftest import ROOT, run_command
 
 
+@pytest.mark.slow
 def test_the_readmes_commands_work_as_printed(tmp_path):
     """Pre-train, fine-tune, evaluate, infer: one after the other from a folder like the repository, two steps a run."""
     block = next(

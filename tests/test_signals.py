@@ -17,7 +17,7 @@ from runtime.step_folders import step_folders
     ("number", "script", "nproc"),
     [
         (signal.SIGINT, "train_ddp", None),
-        (signal.SIGHUP, "train_fsdp2", None),
+        pytest.param(signal.SIGHUP, "train_fsdp2", None, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, "train_fsdp2", 2, marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, "train_ddp", 2, marks=pytest.mark.slow),
     ],

@@ -381,8 +381,16 @@ def test_names_map_one_to_one():
     ("stub", "expected"),
     [
         (None, "TransformerEngine is not installed: pip install"),
-        ("raise OSError('libcudnn.so.9: wrong version\\nmore')", "its import fails: libcudnn.so.9: wrong version"),
-        ("import a_module_that_is_not_there", "its import fails: No module named 'a_module_that_is_not_there'"),
+        pytest.param(
+            "raise OSError('libcudnn.so.9: wrong version\\nmore')",
+            "its import fails: libcudnn.so.9: wrong version",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "import a_module_that_is_not_there",
+            "its import fails: No module named 'a_module_that_is_not_there'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_without_a_working_te_asking_for_it_is_one_line(tmp_path, stub, expected):

@@ -252,6 +252,7 @@ def test_a_checkpoint_loads_from_its_folder_or_the_one_above(stored_weights):
         assert_same_bits(fitted(source, cfg)[0], tensors)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_becomes_a_torch_file_by_torchs_own_tool(stored_weights, tmp_path):
     cfg, folder, tensors = stored_weights
     command = ["-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", folder / "step_00000012"]

@@ -236,6 +236,7 @@ def test_half_a_pixel_is_cut_off_on_the_other_side(tmp_path):
     torch.testing.assert_close(theirs(image, "pil")[:, 1:, 1:], mine(image)[:, :-1, :-1], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_export_takes_the_memory_of_the_weights_alone(tmp_path):
     """No optimizer state is read, and weights are not copied once more. 50 MiB of weights, five times in all."""
     cfg = small("embed_dim=512 depth=4 num_heads=8")

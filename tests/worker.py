@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node N tests/worker.py TASKS.json RESULTS_FOLDER
 
+`conftest.run_tasks` starts it, on a CPU by forking `as_rank` instead.
+
 Each task is {"name", "script", "overrides"} and optionally "config_name", "call" (a function of this file to run in
 place of the script's main) and "before" (a function of this file to run first). Rank r writes <name>.<r>.json.
 """
@@ -11,6 +13,7 @@ import launch
 import faulthandler
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -324,9 +327,9 @@ def run(task):
     return metrics | (look(cfg) if task.get("look") else {})
 
 
-def main():
+def main(tasks_file, folder):
     process_group.TIMEOUT = session_module.TIMEOUT = timedelta(seconds=60)
-    tasks, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    tasks, results = json.loads(Path(tasks_file).read_text()), Path(folder)
     for task in tasks:
         faulthandler.dump_traceback_later(80)  # a hang shows where
         outcome = {}
@@ -341,5 +344,16 @@ def main():
         (results / f"{task['name']}.{os.environ.get('RANK', 0)}.json").write_text(json.dumps(outcome))
 
 
+def as_rank(environment, output, tasks_file, folder):
+    """A rank that was forked from a process which has imported this file: `environment` and `output` are torchrun's."""
+    multiprocessing.set_start_method(None, force=True)  # its loaders' workers start as any process's
+    os.environ.clear()
+    os.environ.update(environment)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+    main(tasks_file, folder)
+
+
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
