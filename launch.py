@@ -146,15 +146,15 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
             f"data.{key}={getattr(cfg.data, key)} mixes pairs, and micro_batch_size={micro} (on {world_size} ranks) is "
             "odd: use an even one, or set data.mixup=0 data.cutmix=0"
         )
-    if script == "train_ddp" and cfg.ddp.cuda_graphs:
+    if cfg.cuda_graphs:
         for key, lacks in (
-            ("model.transformer_engine=true", cfg.model.transformer_engine),
-            ("activation_checkpointing=true", cfg.activation_checkpointing),
+            ("activation_checkpointing", cfg.activation_checkpointing),
+            ("fsdp2.cpu_offload", script == "train_fsdp2" and cfg.fsdp2.cpu_offload),
         ):
             if lacks:
-                raise ConfigError(f"ddp.cuda_graphs=true records no {key}: set one of them to false")
+                raise ConfigError(f"cuda_graphs=true records no {key}=true: set one of them to false")
         if not torch.cuda.is_available():
-            raise ConfigError("ddp.cuda_graphs=true needs a CUDA GPU: set it to false here")
+            raise ConfigError("cuda_graphs=true needs a CUDA GPU: set it to false here")
     axes = cfg.distributed
     outer, shard = axes.dp_outer or 1, axes.dp_shard or world_size // (axes.dp_outer or 1)
     if script == "train_ddp" and (axes.dp_outer, axes.dp_shard) != (None, None):

@@ -1,10 +1,9 @@
-"""A model of the config, ready to be wrapped: its class, recomputation and compilation of its blocks, CUDA graphs."""
+"""A model of the config, ready to be wrapped: its class, recomputation and compilation of its blocks."""
 
 import functools
 from collections.abc import Callable
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import vit
@@ -35,14 +34,3 @@ def prepare_blocks(model: vit.TrainableModel, *, activation_checkpointing: bool,
         if activation_checkpointing:
             forward = functools.partial(recompute, forward, use_reentrant=False)
         block.forward = torch.compile(forward) if compile else forward
-
-
-def record_graphs(model: nn.Module, images: torch.Tensor) -> None:
-    """Make training passes of `model` replays of two CUDA graphs, forward and backward, for images of this shape.
-
-    The host then launches once where it launched each kernel. Random numbers go on following torch's generator; in
-    evaluation the model runs as before. Call it before the model is wrapped and after it was put in training mode.
-    """
-    torch.cuda.make_graphed_callables(model, (images,))
-    replay = model.forward
-    model.forward = lambda x, is_first_microbatch=None: replay(x)  # graphs take tensors only

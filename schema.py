@@ -559,9 +559,6 @@ class DdpConfig:
 
     bucket_cap_mb: PositiveInt
     """Size of the buckets in which gradients travel, MiB."""
-    cuda_graphs: bool
-    """Forward and backward pass as one launch each, for models so small that the GPU waits for its host; gradients then
-    travel after the backward pass, not during it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -669,6 +666,9 @@ class Config:
     """bf16 (FP32 weights and optimizer, BF16 compute) | fp32 (TF32 off everywhere)."""
     compile: bool
     """torch.compile, block by block."""
+    cuda_graphs: bool
+    """One launch for a microbatch's forward and backward pass, recorded in step 12: the GPU no longer waits for its
+    host."""
     activation_checkpointing: bool
     """Recompute each block in the backward pass: less memory, about a third more compute."""
     max_grad_norm: PositiveFloat | None

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 from imagenet_dataset import build_loaders, run_sizes
-from modeling import build_model, prepare_blocks, record_graphs
+from modeling import build_model, prepare_blocks
 from optim import build_optimizer
 from runtime.process_group import dist_session
 from schema import Config, RunSizes, pair
@@ -40,8 +40,6 @@ def main(cfg: Config) -> dict[str, float]:
         prepare_blocks(module, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
         module.forward = autocast(module.forward)
-        if cfg.ddp.cuda_graphs:
-            record_graphs(module, noise(cfg, sizes, device))
         model = DistributedDataParallel(
             module,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -71,14 +69,10 @@ def main(cfg: Config) -> dict[str, float]:
 
 def settle_buckets(model: DistributedDataParallel, cfg: Config, sizes: RunSizes, device: torch.device) -> None:
     """One forward and backward pass; leaves no gradient and no FP8 scale behind."""
-    model(noise(cfg, sizes, device)).sum().backward()
+    shape = (sizes.micro_batch_size, cfg.model.in_chans, *pair(cfg.model.img_size))
+    model(torch.rand(shape, device=device)).sum().backward()
     model.zero_grad()
     model.module.reset_scaling()
-
-
-def noise(cfg: Config, sizes: RunSizes, device: torch.device) -> torch.Tensor:
-    """Images of a microbatch's shape."""
-    return torch.rand(sizes.micro_batch_size, cfg.model.in_chans, *pair(cfg.model.img_size), device=device)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def main(cfg: Config) -> dict[str, float]:
             zero_dp_strategy=cfg.mfsdp.zero_dp_strategy,
             outer_dp_sharding_strategy=cfg.mfsdp.outer_dp_sharding_strategy,
             init_model_with_meta_device=sharded_weights,
+            cuda_graph_mode=cfg.cuda_graphs,  # zero_grad leaves the gradients where a replay writes them
             mixed_precision_policy=MixedPrecisionPolicy(
                 main_params_dtype=torch.float32, main_grads_dtype=torch.float32
             ),

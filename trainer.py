@@ -20,7 +20,7 @@ from input_pipeline.augment import Mixup
 from observability.metrics import MetricLogger, Speed, top_k_hits
 from observability.profiling import Profiler
 from optim import clip_grad_norm_, lr_at
-from runtime import preemption, seeding, shared_memory
+from runtime import cuda_graphs, preemption, seeding, shared_memory
 from runtime.run_folder import set_status
 from runtime.session import Session
 from schema import Config, LossConfig, RunError, RunSizes
@@ -107,6 +107,7 @@ def train(
     saver = checkpoint.Saver(run.state, cfg, session, sizes, resumed=resumed)
     check = FiniteCheck(session.device, saver)
     progress = Progress(resumed.step, resumed.best, resumed.is_unscored)
+    forward_backward = pass_of(run, cfg, sizes)
 
     def evaluate_now() -> bool:
         """Score the weights and note the best result; False where a stop broke it off."""
@@ -115,6 +116,7 @@ def train(
         if not session.stop.agreed(wait=True):
             result = score(run, val_loader, normalize, device=session.device, is_stopped=session.stop.agreed)
         progress.is_unscored = result is None
+        run.state.after_exchange()  # a recorded pass gathers the weights for itself, and says so to nobody
         if result is None:
             return False
         metrics.write(progress.step, result)
@@ -138,7 +140,15 @@ def train(
 
         # 1. and 2. Forward and backward, clip, update.
         result = train_step(
-            run, speed.timed(batches), cfg, sizes, step=step, rank=session.rank, normalize=normalize, mixup=mixup
+            run,
+            forward_backward,
+            speed.timed(batches),
+            cfg,
+            sizes,
+            step=step,
+            rank=session.rank,
+            normalize=normalize,
+            mixup=mixup,
         )
         progress.step = step
         check.note(step, result)
@@ -179,8 +189,25 @@ def train(
     return metrics.last
 
 
+def pass_of(run: Run, cfg: Config, sizes: RunSizes) -> cuda_graphs.ForwardBackward:
+    """A function: (images, targets, number of the microbatch) -> its part of the step's loss, gradients added up."""
+
+    def forward_backward(images: torch.Tensor, targets: torch.Tensor, microbatch: int) -> torch.Tensor:
+        is_first = None if sizes.accumulation == 1 else microbatch == 0
+        with run.grad_sync(microbatch == sizes.accumulation - 1):
+            logits = run.model(images, is_first_microbatch=is_first).float()
+            part = loss_of(logits, targets, cfg.loss) / sizes.accumulation
+            part.backward()
+        return part.detach()
+
+    if cfg.cuda_graphs:
+        return cuda_graphs.GraphedPass(forward_backward, run.optimizer, accumulation=sizes.accumulation)
+    return forward_backward
+
+
 def train_step(
     run: Run,
+    forward_backward: cuda_graphs.ForwardBackward,
     batches: Iterator[Batch],
     cfg: Config,
     sizes: RunSizes,
@@ -202,13 +229,7 @@ def train_step(
         images, labels = next(batches)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         seeding.dropout(cfg.seed, step, rank, microbatch)
-        is_first = None if sizes.accumulation == 1 else microbatch == 0
-        with run.grad_sync(microbatch == sizes.accumulation - 1):
-            images, targets = mixup(normalize(images), labels, step)
-            logits = run.model(images, is_first_microbatch=is_first).float()
-            part = loss_of(logits, targets, cfg.loss) / sizes.accumulation
-            part.backward()
-        loss += part.detach()
+        loss += forward_backward(*mixup(normalize(images), labels, step), microbatch)
 
     # 2. Clip and update.
     grad_norm = clip_grad_norm_(run.state.trained, cfg.max_grad_norm)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from runtime import preemption
+from runtime import cuda_graphs, preemption
 from runtime.run_folder import lock_folder, set_status, set_up_logging, write_provenance
 from runtime.session import TIMEOUT, Session
 from schema import Config, ConfigError
@@ -54,6 +54,7 @@ def dist_session(cfg: Config) -> Iterator[Session]:
         set_kernels(cfg)
         if cuda:
             torch.cuda.set_device(device)
+            held.enter_context(cuda_graphs.stream(enabled=cfg.cuda_graphs))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=store,

@@ -36,7 +36,7 @@ SHRUNK = [
     "data.num_workers=0",
     "data.resident=false",  # for images of one size
     "compile=false",
-    "ddp.cuda_graphs=false",  # which needs a GPU
+    "cuda_graphs=false",  # which needs a GPU
     "logger.frequency=1",
 ]
 
