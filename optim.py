@@ -82,9 +82,23 @@ def build_optimizer(model: nn.Module, cfg: Config, *, no_weight_decay: set[str])
             assert options.momentum is not None
             optimizer = Muon(groups, momentum=options.momentum, fused=on_cuda, **adaptive)
         else:
-            optimizer = torch.optim.AdamW(groups, fused=on_cuda, **adaptive)
+            optimizer = AdamW(groups, fused=on_cuda, **adaptive)
     _create_state(optimizer)
     return optimizer
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's, on this rank's part of each tensor: DTensor's bookkeeping takes longer than the update.
+
+    ViT-L/16 on one H200, torch 2.11: 13 ms of host time for each of two groups (benchmarks/cuda_graphs_h200x1.log).
+    """
+
+    def _init_group(self, group: dict, *lists: list[torch.Tensor]) -> bool:
+        """Fill `lists` with the group's weights, gradients and states, for torch's `step`."""
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [to_local(tensor) for tensor in tensors]
+        return has_complex
 
 
 class Lamb(torch.optim.Optimizer):
@@ -155,7 +169,7 @@ class Lamb(torch.optim.Optimizer):
         return (norms[0] / norms[1]).where((norms > 0).all(dim=0), 1.0).float().unbind()
 
 
-class Muon(torch.optim.AdamW):
+class Muon(AdamW):
     """Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) for the blocks' matrices, AdamW for all else.
 
     A matrix moves by its Nesterov momentum made orthogonal, at 0.2 sqrt(its longer side) times the learning rate, with

@@ -121,6 +121,13 @@ class ModelConfig:
     implementation: Literal["ours", "timm", "hf"]
     """ours | timm | hf (Hugging Face's): their own model in our loop, to compare with."""
 
+    def num_tokens(self) -> int:
+        """Tokens of an image in the blocks, in training: the patches that are kept, class and register tokens."""
+        (height, width), (patch_height, patch_width) = pair(self.img_size), pair(self.patch_size)
+        patches = (height // patch_height) * (width // patch_width)
+        kept = max(1, int(patches * (1 - self.patch_drop_rate))) if self.patch_drop_rate else patches
+        return self.class_token + self.reg_tokens + kept
+
     def __post_init__(self) -> None:
         for side, patch in zip(pair(self.img_size), pair(self.patch_size), strict=True):
             if side % patch:

@@ -25,6 +25,10 @@ from vit import LayerScale, VisionTransformer, act_layer, scaled
 # TransformerEngine names the attention backend that it chooses if these say so when it is imported.
 os.environ.setdefault("NVTE_DEBUG", "1")
 os.environ.setdefault("NVTE_DEBUG_LEVEL", "1")
+# GELU in the epilogue of cuBLASLt's matrix product, not in a kernel of its own after it, where the product is in BF16:
+# a step of B/16 with 512 images takes 133.7 ms for 139.5
+# (H200, TransformerEngine 2.20.2; benchmarks/levers_h200x1.log).
+os.environ.setdefault("NVTE_BIAS_GELU_NVFUSION", "0")
 # TransformerEngine's names of activations. Its GELU is the tanh form; it has none of the erf form.
 TE_ACTIVATIONS = {"gelu_tanh": "gelu", "quick_gelu": "qgelu", "relu": "relu", "silu": "silu"}
 

@@ -150,10 +150,10 @@ def _rank_0_first(work: Callable[[], None], session: Session, store: dist.Store)
 def set_kernels(cfg: Config) -> None:
     """fp32 means it: no TF32 in matrix products, convolutions or cuDNN. bf16 leaves FP32 products on TF32.
 
-    No attention of cuDNN's, which torch prefers on Hopper: its gradients were NaN in a run of 64 tokens after 785 steps
-    (H100, torch 2.11; https://github.com/pytorch/pytorch/issues/196678 has the cause;
+    Attention is cuDNN's, which torch prefers on Hopper, but for 64, 192, 320, ... tokens: its gradients were NaN in a
+    run of 64 tokens after 785 steps (H100, torch 2.11; https://github.com/pytorch/pytorch/issues/196678 has the cause;
     benchmarks/attention_nan_h100x1.log).
     """
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(cfg.model.num_tokens() % 128 != 64)
     torch.set_float32_matmul_precision("highest" if cfg.precision == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = cfg.precision != "fp32"

@@ -15,9 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ON_GPU, SCRIPTS, TINY, column, run_tasks, started_once, task_of, weights
 
-from modeling import record_graphs
 from runtime import process_group
-from vit import VisionTransformer
 
 EMA = ["ema.decay=0.8", "evaluation.best_metric=val/ema_top1"]
 SGD = ["optimizer.name=sgd", "optimizer.betas=null", "optimizer.eps=null", "optimizer.momentum=0.9"]
@@ -57,8 +55,6 @@ def _tasks(nproc, image_folder, folder):
         # Nine steps over three passes, with an evaluation (23 images) in each; few recompiles, or it fails.
         often = ["num_train_steps=9", "evaluation.every_n_steps=3", "lr_scheduler.num_training_steps=20"]
         tasks.append(task(f"compile-{script}", script, "compile=true", *often, before="allow_few_recompiles"))
-        if script == "train_ddp":
-            tasks.append(task(f"graphs-{script}", script, "compile=true", "ddp.cuda_graphs=true", *often))
         deep = ["compile=true", "model.depth=8", "model.drop_path_rate=0.3", "num_train_steps=2"]
         tasks.append(task(f"deep-{script}", script, *deep, before="allow_few_recompiles"))
         tasks.append(task(f"recompute-{script}", script, "num_train_steps=10", "activation_checkpointing=true"))
@@ -207,10 +203,8 @@ def test_compiled_blocks_share_their_graphs(runs, nproc, script):
         assert "error" not in rank, rank["error"]
 
 
-@pytest.mark.parametrize(
-    ("option", "script"), [*itertools.product(("compile", "recompute"), SCRIPTS), ("graphs", "train_ddp")]
-)
-def test_compile_recompute_and_graphs_change_nothing(runs, nproc, script, option):
+@pytest.mark.parametrize(("option", "script"), itertools.product(("compile", "recompute"), SCRIPTS))
+def test_compile_and_recompute_change_nothing(runs, nproc, script, option):
     _, folder = runs(nproc)
     eager = column(folder, f"{script}-1", "train/loss")
     # recompute has another schedule length: compare the warmup's losses, which it does not touch.
@@ -350,30 +344,3 @@ def test_attention_has_gradients_where_all_logits_are_far_below_zero(tokens):
     tensors = [t.requires_grad_() for t in (query, key, value)]
     torch.nn.functional.scaled_dot_product_attention(*tensors).square().sum().backward()
     assert all(t.grad.isfinite().all() for t in tensors)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_graphs_draw_anew_and_evaluate_any_batch():
-    cfg = launch.load_config("L0_sanity", [*ON_GPU[:-2], "model.drop_path_rate=0.5", "model.in_chans=3"])
-    device = torch.device("cuda")
-    with device:
-        plain, recorded, images = VisionTransformer(cfg.model), VisionTransformer(cfg.model), torch.rand(48, 3, 32, 32)
-    for model in (plain, recorded):
-        model.init_weights(0)
-        model.forward = torch.autocast("cuda", torch.bfloat16)(model.forward)
-    record_graphs(recorded, torch.rand_like(images))
-
-    def step(model, seed):
-        torch.manual_seed(seed)
-        model.zero_grad()
-        loss = model(images, is_first_microbatch=None).float().square().mean()
-        loss.backward()
-        return loss.detach().clone(), {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    (first, grads), (second, _), (again, grads_again) = (step(recorded, seed) for seed in (1, 2, 1))
-    assert first == again != second
-    assert all(torch.equal(grads[name], grads_again[name]) for name in grads)
-    for model in (plain, recorded):  # without random numbers: the same function
-        model.eval()
-    torch.testing.assert_close(recorded(images[:5]), plain(images[:5]))

@@ -114,15 +114,18 @@ def test_megatron_fsdp_refuses_what_it_cannot_keep(monkeypatch, values):
 
 
 def test_cuda_graphs_are_refused_where_they_cannot_be(monkeypatch):
-    cfg = with_values(axes(), ddp={"cuda_graphs": True})
-    assert "ddp.cuda_graphs=true needs a CUDA GPU" in error_of(launch.check_script, cfg, "train_ddp", 1)
-    launch.check_script(cfg, "train_fsdp2", 1)  # which has a section of its own
+    cfg = with_values(axes(), cuda_graphs=True)
+    assert "cuda_graphs=true needs a CUDA GPU" in error_of(launch.check_script, cfg, "train_ddp", 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    launch.check_script(cfg, "train_ddp", 1)
-    cfg = with_values(cfg, activation_checkpointing=True)
-    text = error_of(launch.check_script, cfg, "train_ddp", 1)
-    assert "ddp.cuda_graphs=true" in text
-    assert "activation_checkpointing=true" in text
+    for script in ("train_ddp", "train_fsdp2"):
+        launch.check_script(cfg, script, 1)
+    recomputed = with_values(cfg, activation_checkpointing=True)
+    text = error_of(launch.check_script, recomputed, "train_ddp", 1)
+    assert "cuda_graphs=true records no activation_checkpointing=true" in text
+    offloaded = with_values(cfg, fsdp2={"cpu_offload": True})
+    assert "cuda_graphs=true records no fsdp2.cpu_offload=true" in error_of(
+        launch.check_script, offloaded, "train_fsdp2", 1
+    )
 
 
 @pytest.mark.parametrize(("dp_outer", "is_allowed"), [(None, False), (1, False), (2, True)])

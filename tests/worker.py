@@ -148,6 +148,19 @@ def count_weight_casts(cfg):
         module.quantize_weight = counting
 
 
+def count_replays(cfg):
+    """Count into EXTRA how often a CUDA graph is replayed."""
+    EXTRA["replays"] = 0
+    if not hasattr(torch.cuda.CUDAGraph, "counted"):
+        replay = torch.cuda.CUDAGraph.replay
+
+        def counted(graph):
+            EXTRA["replays"] += 1
+            replay(graph)
+
+        torch.cuda.CUDAGraph.replay, torch.cuda.CUDAGraph.counted = counted, True
+
+
 def fill_the_disk_of_rank_1(cfg):
     """From its second save on, rank 1 can write no file beyond a few bytes: the kernel's own limit."""
     import resource
