@@ -29,6 +29,10 @@ os.environ.setdefault("NVTE_DEBUG_LEVEL", "1")
 # a step of B/16 with 512 images takes 133.7 ms for 139.5
 # (H200, TransformerEngine 2.20.2; benchmarks/levers_h200x1.log).
 os.environ.setdefault("NVTE_BIAS_GELU_NVFUSION", "0")
+# Layer norms by cuDNN: TransformerEngine has no tuned kernel for some widths, 1280 (ViT-H) among them, where its own
+# take 19.8 of 216.8 ms a step in FP8 (H200; benchmarks/levers_h200x1.log). At 768 and 1024 the two are alike.
+os.environ.setdefault("NVTE_NORM_FWD_USE_CUDNN", "1")
+os.environ.setdefault("NVTE_NORM_BWD_USE_CUDNN", "1")
 # TransformerEngine's names of activations. Its GELU is the tanh form; it has none of the erf form.
 TE_ACTIVATIONS = {"gelu_tanh": "gelu", "quick_gelu": "qgelu", "relu": "relu", "silu": "silu"}
 

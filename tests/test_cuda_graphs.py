@@ -12,12 +12,11 @@ from runtime.cuda_graphs import WARMUP_STEPS
 
 TE = ["model.act_layer=gelu_tanh", "model.transformer_engine=true"]
 FP8 = [*TE, "fp8_config.enabled=true"]
-BLOCKS = {
-    "plain": [],
-    "compiled": ["compile=true"],
-    "te": [*TE, "model.proj_drop_rate=0.1"],
-    "fp8": FP8,
-    "fp8_current": [*FP8, "fp8_config.fp8_recipe=Float8CurrentScaling"],
+BLOCKS = {  # name -> (microbatches, options)
+    "plain": (3, []),
+    "te": (1, [*TE, "model.proj_drop_rate=0.1"]),
+    "fp8": (1, FP8),
+    "fp8_microbatches": (3, [*FP8, "fp8_config.fp8_recipe=Float8CurrentScaling"]),
 }
 STEPS = 24
 RANDOM = ["model.drop_path_rate=0.2", "model.pos_drop_rate=0.1", "ema.decay=0.8"]
@@ -42,7 +41,7 @@ def runs(image_folder, tmp_path_factory):
         task = functools.partial(task_of, image_folder, folder, base=base, before="count_replays")
         tasks = []
         for graphs in ("false", "true"):
-            for (script, options), k, name in _kinds():
+            for name, script, options, k in _kinds():
                 batch = f"micro_batch_size={48 // nproc // k}"
                 tasks.append(task(f"{name}-{graphs}", script, *options, batch, f"cuda_graphs={graphs}"))
         for script, stop in itertools.product(SCRIPTS, (16, STEPS)):
@@ -54,21 +53,20 @@ def runs(image_folder, tmp_path_factory):
 
 
 def _kinds():
-    for script, (block, options), k in itertools.product(SCRIPTS, BLOCKS.items(), (1, 3)):
-        if k == 1 or block in ("compiled", "fp8"):
-            yield (script, options), k, f"{script}-{block}-{k}"
-    for name, kind in MORE.items():
-        yield kind, 1, name
+    """(name, script, options, microbatches a step)."""
+    for script, (block, (k, options)) in itertools.product(SCRIPTS, BLOCKS.items()):
+        yield f"{script}-{block}", script, options, k
+    for name, (script, options) in MORE.items():
+        yield name, script, options, 1
 
 
-@pytest.mark.parametrize("name", [name for *_, name in _kinds()])
-def test_recorded_passes_change_no_digit(runs, nproc, name):
+@pytest.mark.parametrize(("name", "k"), [(name, k) for name, _, _, k in _kinds()])
+def test_recorded_passes_change_no_digit(runs, nproc, name, k):
     """Losses, gradient norms, scores of the weights and of their averages."""
     outcomes, folder = runs(nproc)
     for graphs in ("false", "true"):
         assert "error" not in outcomes[f"{name}-{graphs}"][0], outcomes[f"{name}-{graphs}"][0]["error"]
-    microbatches = 3 if name.endswith("-3") else 1
-    assert outcomes[f"{name}-true"][0]["metrics"]["replays"] == (STEPS - WARMUP_STEPS) * microbatches
+    assert outcomes[f"{name}-true"][0]["metrics"]["replays"] == (STEPS - WARMUP_STEPS) * k
     assert outcomes[f"{name}-false"][0]["metrics"]["replays"] == 0
     for key in ("train/loss", "train/grad_norm", "val/loss", "val/ema_loss"):
         assert column(folder, f"{name}-true", key) == column(folder, f"{name}-false", key), key
@@ -79,4 +77,4 @@ def test_a_resumed_run_records_anew_and_goes_on_as_the_straight_one(runs, nproc,
     outcomes, folder = runs(nproc)
     assert "error" not in outcomes[f"resumed-{script}-{STEPS}"][0]
     for key in ("train/loss", "train/grad_norm"):
-        assert column(folder, f"resumed-{script}", key) == column(folder, f"{script}-fp8-1-true", key)
+        assert column(folder, f"resumed-{script}", key) == column(folder, f"{script}-fp8-true", key)

@@ -3,15 +3,15 @@
     python tools/benchmark.py train --nproc 2 --output benchmarks/h100x2_b16.json -- \
         --config-name vit_base_patch16_224 data=synthetic num_epochs=null num_train_steps=50
 
-    python tools/benchmark.py step --output benchmarks/h100_step.json
+    python tools/benchmark.py compare --output benchmarks/compare_h200.json
     torchrun --standalone --nproc-per-node 2 tools/benchmark.py profile --script train_fsdp2 --output p.json -- \
         --config-name vit_te_large_patch16_224 data=synthetic num_epochs=null num_train_steps=30
     python tools/benchmark.py plot benchmarks/curve_*.json --output benchmarks/curves.png
 
 `train` runs the three entrypoints one after the other, each in processes of its own, with the same overrides, and reads
 their metrics.jsonl: the whole loss curve, and the median of speed, MFU and memory over the log lines after the warm-up.
-`step` times one GPU's whole step (forward, backward, clipping, AdamW; FP32 weights and moments; noise) for our blocks,
-timm's, and the least that a TransformerEngine block can be, each after its gradients were compared with float32 timm's.
+`compare` times one GPU's whole step of an entrypoint of ours and of its peers (timm, Hugging Face, torchvision, bare
+TransformerEngine, DeepSpeed), each after its gradients were compared with float32 timm's: a table and a picture.
 `save` times how long saves hold up the training, synchronous and asynchronous ones, as a run's log tells it.
 `loader` measures reading images: images a second and CPU core for each way of decoding, beside torchvision's
 ImageFolder with Pillow and NVIDIA's DALI where it is installed; then images a second that arrive on the device.
@@ -23,7 +23,6 @@ import argparse
 import collections
 import contextlib
 import functools
-import gc
 import importlib
 import itertools
 import json
@@ -179,216 +178,32 @@ def save(args: argparse.Namespace) -> dict[str, Any]:
 
 # One GPU's step. Batches as in the project's first measurements.
 SIZES = {"base_patch16": 512, "large_patch16": 256, "huge_patch14": 128}
-FP8 = "fp8_config.enabled=true"
-RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
-VARIANTS = {
-    "timm, eager": {"kind": "timm"},
-    "timm, blocks compiled": {"kind": "timm", "compile": True},
-    "ours, plain": {"kind": "ours"},
-    "ours, plain, compiled": {"kind": "ours", "compile": True},
-    "bare TE, BF16": {"kind": "bare"},
-    "ours, TE, BF16": {"kind": "ours", "te": True},
-    "bare TE, FP8 delayed": {"kind": "bare", "recipe": "delayed"},
-    "ours, TE, FP8 delayed": {"kind": "ours", "te": True, "recipe": "delayed"},
-    "bare TE, FP8 current": {"kind": "bare", "recipe": "current"},
-    "ours, TE, FP8 current": {"kind": "ours", "te": True, "recipe": "current"},
-    "ours, TE, FP8 block": {"kind": "ours", "te": True, "recipe": "block"},
-}
 
 
-def build_variant(size: str, *, kind: str, te: bool = False, recipe: str | None = None, compile: bool = False) -> Any:
-    """(module, forward): the model on the GPU with FP32 weights, and forward(images) -> logits under BF16 autocast."""
-    import launch
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Rows of ours and of its peers, each measured in a process of its own; a table and a picture beside the file."""
+    import peers
 
-    import timm
-    import torch
-
-    import modeling
-    from vit_te import transformer_engine
-
-    overrides = [f"model=vit_{size}_224", "model.act_layer=gelu_tanh", "data=synthetic", "num_epochs=null"]
-    overrides += ["num_train_steps=1", f"model.transformer_engine={str(te).lower()}"]
-    if te and recipe:
-        overrides += [FP8, f"fp8_config.fp8_recipe={RECIPES[recipe]}"]
-    cfg = launch.load_config("vit_base_patch16_224", [*overrides, "compile=false"])
-    model: Any
-    context: Callable = contextlib.nullcontext
-    if kind == "ours":
-        with torch.device("cuda"):
-            model = modeling.build_model(cfg.model, cfg.fp8_config)
-        model.init_weights(0)
-        modeling.prepare_blocks(model, activation_checkpointing=False, compile=compile)
-    else:
-        block: dict[str, Any] = {"block_fn": bare_block()} if kind == "bare" else {}
-        model = timm.create_model(f"vit_{size}_224", num_classes=1000, act_layer="gelu_tanh", **block).cuda()
-        if compile:
-            for each in model.blocks:
-                each.compile()
-        if kind == "bare":
-            add_positions = model._pos_embed
-            model._pos_embed = lambda x: add_positions(x).bfloat16()  # timm's FP32 positions would promote the stream
-        if recipe:
-            made = getattr(importlib.import_module("transformer_engine.common.recipe"), RECIPES[recipe])()
-            context = lambda: transformer_engine().autocast(recipe=made)  # noqa: E731
-
-    def forward(images: Any) -> Any:
-        with torch.autocast("cuda", torch.bfloat16), context():
-            return model(images)
-
-    return model.train(), forward
-
-
-def bare_block() -> type:
-    """A block of TransformerEngine's layers without any option: what ours must not be slower than."""
-    import torch
-
-    from vit_te import transformer_engine
-
-    engine = transformer_engine()
-    split = importlib.import_module("transformer_engine.pytorch.utils").SplitAlongDim
-
-    class BareBlock(torch.nn.Module):
-        def __init__(self, dim: int, num_heads: int, **_: Any) -> None:
-            super().__init__()
-            self.num_heads = num_heads
-            self.qkv = engine.LayerNormLinear(dim, 3 * dim, eps=1e-6)
-            self.core = engine.DotProductAttention(
-                num_heads, dim // num_heads, attention_dropout=0.0, qkv_format="bshd", attn_mask_type="no_mask"
-            )
-            self.proj = engine.Linear(dim, dim)
-            self.mlp = engine.LayerNormMLP(dim, 4 * dim, eps=1e-6, activation="gelu")
-
-        def forward(self, x: Any) -> Any:
-            heads = self.num_heads
-            q, k, v = split.apply(self.qkv(x).unflatten(-1, (3 * heads, -1)), 2, [heads] * 3)
-            x = x + self.proj(self.core(q, k, v))
-            return x + self.mlp(x)
-
-    return BareBlock
-
-
-def common_name(name: str) -> str:
-    """The name in timm's model of a parameter of any of the variants."""
-    from runtime.parameter_names import timm_name
-
-    bare = name.replace(".qkv.", ".attn.qkv.").replace(".proj.", ".attn.proj.").replace(".attn.attn.", ".attn.")
-    return timm_name(bare.replace("patch_embed.attn.proj", "patch_embed.proj").replace("_orig_mod.", ""))
-
-
-def compare_gradients(size: str, variants: list[str]) -> dict[str, dict[str, float]]:
-    """Each variant's relative error against float32 timm, same weights, 16 images: logits, and all gradients as one."""
-    import timm
-    import torch
-    import torch.nn.functional as F
-
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    torch.manual_seed(0)
-    images, labels = torch.randn(16, 3, 224, 224, device="cuda"), torch.randint(0, 1000, (16,), device="cuda")
-    reference = timm.create_model(f"vit_{size}_224", num_classes=1000, act_layer="gelu_tanh").cuda().train()
-    want = reference(images)
-    F.cross_entropy(want, labels).backward()
-    want_grads = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    errors = {}
-    for variant in variants:
-        model, forward = build_variant(size, **(VARIANTS[variant] | {"compile": False}))
-        for name, parameter in model.named_parameters():
-            parameter.data.copy_(reference.get_parameter(common_name(name)).data)
-        for _ in range(3 if "FP8" in variant else 1):  # delayed scaling needs to see a pass
-            model.zero_grad()
-            logits = forward(images).float()
-            F.cross_entropy(logits, labels).backward()
-        grads = {common_name(name): p.grad for name, p in model.named_parameters()}
-        assert grads.keys() == want_grads.keys(), variant
-        missing = [name for name, grad in grads.items() if grad is None or not grad.norm() > 0]
-        assert not missing, (variant, missing)
-        difference = torch.stack([(grads[name] - w).norm() for name, w in want_grads.items()]).norm()
-        whole = torch.stack([w.norm() for w in want_grads.values()]).norm()
-        errors[variant] = {
-            "logits_error": round(((logits - want).norm() / want.norm()).item(), 5),
-            "gradient_error": round((difference / whole).item(), 5),
-        }
-        del model, forward, grads
-        free_memory()
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = True
-    return errors
-
-
-def time_step(size: str, batch: int, variant: str, *, steps: int, warmup: int) -> dict[str, float]:
-    """Median seconds of a whole step by CUDA events, and the peak of memory."""
-    import torch
-    import torch.nn.functional as F
-
-    torch._dynamo.reset()
-    model, forward = build_variant(size, **VARIANTS[variant])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    images = torch.randn(batch, 3, 224, 224, device="cuda")
-    labels = torch.randint(0, 1000, (batch,), device="cuda")
-
-    def step() -> None:
-        F.cross_entropy(forward(images).float(), labels).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(warmup):
-        step()
-    torch.cuda.reset_peak_memory_stats()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    seconds = statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
-    return {
-        "step_time_s": round(seconds, 5),
-        "images_per_second": round(batch / seconds, 1),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-    }
-
-
-def free_memory() -> None:
-    """Give back what went out of scope, before the next model."""
-    import torch
-
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def gemm_rate() -> float:
-    """TFLOP/s of an 8192-cubed BF16 matrix product on random data: what this very card can do."""
-    import torch
-
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    for _ in range(3):
-        torch.matmul(a, b)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(20):
-        torch.matmul(a, b)
-    end.record()
-    torch.cuda.synchronize()
-    return 2 * 8192**3 * 20 / (start.elapsed_time(end) / 1e3) / 1e12
-
-
-def step(args: argparse.Namespace) -> dict[str, Any]:
-    """Compare gradients, then time, size by size."""
-    variants = [name for name in VARIANTS if re.search(args.variants, name)]
-    results: dict[str, Any] = {"gemm_tflops": round(gemm_rate(), 1), "rows": []}
+    variants = [name for name in peers.VARIANTS if re.search(args.variants, name)]
+    rates, rows = [peers.in_own_process(peers.gemm_rate)], []
     for size in args.sizes:
-        name, _, batch = size.partition(":")
-        batch = int(batch or SIZES[name])
-        errors = compare_gradients(name, variants)
+        name, _, rest = size.partition(":")
+        batch, _, depth = rest.partition(":")
+        batch, depth = int(batch or SIZES[name]), int(depth) if depth else None
+        flops = peers.flops_per_step(name, batch, depth)
         for variant in variants:
-            row = {"model": name, "batch": batch, "variant": variant} | errors[variant]
-            row |= time_step(name, batch, variant, steps=args.steps, warmup=args.warmup)
-            free_memory()
-            results["rows"].append(row)
+            row = peers.in_own_process(peers.measure, name, batch, depth, variant, args.script, args.steps)
+            if "error" in row:
+                row = {"model": name, "batch": batch, "variant": variant} | row
+            else:
+                row["share_of_gemm"] = round(flops / row["step_time_s"] / 1e12 / rates[0], 3)
+            rows.append(row)
             print(json.dumps(row), flush=True)
-            write(args.output, results)  # what there is so far, should the next one fail
-    return results
+            write(args.output, {"gemm_tflops": rates, "rows": rows})  # what there is so far, should the next one fail
+    rates.append(peers.in_own_process(peers.gemm_rate))  # a card that warmed up is slower
+    args.output.with_suffix(".md").write_text(peers.table(rows) + "\n")
+    peers.draw(rows, str(args.output.with_suffix(".png")))
+    return {"gemm_tflops": [round(rate, 1) for rate in rates], "rows": rows}
 
 
 class Clocked:
@@ -722,11 +537,11 @@ def main() -> None:
     sub.add_argument("--timeout", type=float, default=300, help="seconds a run")
     sub.add_argument("--output", type=Path, required=True)
     sub.add_argument("overrides", nargs="*", help="after --: the entrypoints' own arguments")
-    sub = commands.add_parser("step", help="one GPU's step: our blocks beside timm's and TransformerEngine's bare ones")
-    sub.add_argument("--sizes", nargs="+", default=list(SIZES), help="base_patch16:512 ...")
-    sub.add_argument("--variants", default=".", help="a regular expression over the variants' names")
-    sub.add_argument("--steps", type=int, default=15)
-    sub.add_argument("--warmup", type=int, default=6)
+    sub = commands.add_parser("compare", help="one GPU's step: ours beside timm, Hugging Face, torchvision, DeepSpeed")
+    sub.add_argument("--sizes", nargs="+", default=list(SIZES), help="MODEL[:BATCH[:DEPTH]], several to draw a curve")
+    sub.add_argument("--variants", default=".", help="a regular expression over the variants' names (tools/peers.py)")
+    sub.add_argument("--script", default="train_ddp", help="the entrypoint that ours runs")
+    sub.add_argument("--steps", type=int, default=15, help="that count, a row")
     sub.add_argument("--output", type=Path, required=True)
     sub = commands.add_parser("loader", help="how fast images are read")
     sub.add_argument("--files", type=Path, required=True, help="a folder of JPEGs")
@@ -751,7 +566,7 @@ def main() -> None:
     if args.what == "plot":
         plot(args)
         return
-    results = {"train": train, "save": save, "step": step, "loader": loader, "profile": profile}[args.what](args)
+    results = {"train": train, "save": save, "compare": compare, "loader": loader, "profile": profile}[args.what](args)
     if int(os.environ.get("RANK", "0")) == 0:
         write(args.output, results)
         if args.what == "profile":
