@@ -71,9 +71,9 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def write(output: Path, results: Any) -> None:
+def write(output: Path, results: Any, meta: dict[str, Any] | None = None) -> None:
     """The result file, with what it takes to measure again."""
-    output.write_text(json.dumps({"meta": provenance(), "results": results}, indent=1) + "\n")
+    output.write_text(json.dumps({"meta": meta or provenance(), "results": results}, indent=1) + "\n")
 
 
 def config_name_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
@@ -185,7 +185,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     import peers
 
     variants = [name for name in peers.VARIANTS if re.search(args.variants, name)]
-    rates, rows = [peers.in_own_process(peers.gemm_rate)], []
+    # In processes of their own, too: this one must not use CUDA, or its forks could not.
+    meta, rates, rows = peers.in_own_process(provenance), [peers.in_own_process(peers.gemm_rate)], []
     for size in args.sizes:
         name, _, rest = size.partition(":")
         batch, _, depth = rest.partition(":")
@@ -199,7 +200,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                 row["share_of_gemm"] = round(flops / row["step_time_s"] / 1e12 / rates[0], 3)
             rows.append(row)
             print(json.dumps(row), flush=True)
-            write(args.output, {"gemm_tflops": rates, "rows": rows})  # what there is so far, should the next one fail
+            # What there is so far, should the next one fail.
+            write(args.output, {"gemm_tflops": rates, "rows": rows}, meta)
     rates.append(peers.in_own_process(peers.gemm_rate))  # a card that warmed up is slower
     args.output.with_suffix(".md").write_text(peers.table(rows) + "\n")
     peers.draw(rows, str(args.output.with_suffix(".png")))
