@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from interop import weights_in, weights_out
+from interop.dcp_reader import Reader
 from interop.step_weights import DATA_SETTINGS, stored_tensors
 from optim import Ema
 from runtime.collectives import from_rank_0, raise_on_all_ranks
@@ -132,11 +133,11 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
 
     Raises:
         ConfigError: the folder cannot take checkpoints; the checkpoint is of another model, another class list or
-            another optimizer; `init_from` does not fit the model.
+            another optimizer, or was tampered with; `init_from` does not fit the model.
     """
     if cfg.checkpoint.ckpt_dir is not None:
         _preflight(state, Path(cfg.checkpoint.ckpt_dir), session)
-    found = from_rank_0(_find(cfg, session) if session.is_main else None)
+    found = from_rank_0(raise_on_all_ranks(lambda: _find(cfg, session) if session.is_main else None, error=ConfigError))
     if found is None:
         if (source := cfg.checkpoint.init_from) is not None:
             raise_on_all_ranks(lambda: _init_from(source, state, cfg, sizes), error=ConfigError)
@@ -157,7 +158,7 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
     if "fp8" in tensors and not _has_scaling(saved, stored, state.scaling, cfg):
         del tensors["fp8"]
         logger.warning("%s has no scales for this FP8 recipe: they are found anew in the first steps", folder)
-    dcp.load(tensors, checkpoint_id=folder)
+    dcp.load(tensors, storage_reader=Reader(folder))
     state.after_load()
     if state.ema and not has_ema:
         state.ema.restart()
@@ -263,7 +264,11 @@ def _init_from(name: str, state: TrainState, cfg: Config, sizes: RunSizes) -> No
 
 
 def _find(cfg: Config, session: Session) -> tuple[Path, dict[str, Any]] | None:
-    """Rank 0's decision: the newest checkpoint that is whole, and its state.json."""
+    """Rank 0's decision: the newest checkpoint that is whole, and its state.json.
+
+    Raises:
+        ConfigError: a checkpoint's index was tampered with.
+    """
     if cfg.checkpoint.ckpt_dir is None:
         return None
     ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
@@ -286,8 +291,10 @@ def _problem(folder: Path) -> str | None:
     """What is wrong with a checkpoint whose files are there: an index that cannot be read, a file cut short."""
     try:
         json.loads((folder / "state.json").read_text())["best"]
-        metadata = dcp.FileSystemReader(folder).read_metadata()
-    except (OSError, EOFError, ValueError, LookupError, AttributeError, ImportError, pickle.UnpicklingError) as error:
+        metadata = Reader(folder).read_metadata()
+    except ConfigError:  # not damage: nothing but the folder's author puts other classes into an index
+        raise
+    except (OSError, EOFError, ValueError, LookupError, AttributeError, TypeError, pickle.UnpicklingError) as error:
         return f"its index cannot be read ({type(error).__name__}: {error})"
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from interop.dcp_reader import Reader
 from schema import ConfigError
 
 # Keys of the config's data section that a model is evaluated with.
@@ -67,11 +68,8 @@ def read_state(folder: Path, *keys: str) -> dict[str, Any]:
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Shapes and types of a step folder's tensors by key, from DCP's index alone."""
-    tensors = {}
-    for key, entry in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata), f"{key} is no tensor"  # our checkpoints hold nothing else
-        tensors[key] = entry
-    return tensors
+    entries = Reader(folder).read_metadata().state_dict_metadata
+    return {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def read_step_weights(folder: Path, *, raw: bool = False) -> tuple[dict[str, Tensor], str]:
@@ -92,7 +90,7 @@ def read_step_weights(folder: Path, *, raw: bool = False) -> tuple[dict[str, Ten
             for key, entry in entries.items()
             if key.startswith(f"{part}.")
         }
-        dcp.load({part: tensors}, checkpoint_id=folder, no_dist=True)
+        dcp.load({part: tensors}, storage_reader=Reader(folder), no_dist=True)
     return joined(tensors), {"ema": "EMA weights", "model": "weights"}[part]
 
 

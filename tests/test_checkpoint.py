@@ -26,6 +26,7 @@ from conftest import (
     ROOT,
     assert_same,
     column,
+    error_of,
     read_metrics,
     run_command,
     run_tasks,
@@ -34,6 +35,7 @@ from conftest import (
     weights,
 )
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from weight_files import plant
 
 import checkpoint
 import schema
@@ -306,6 +308,25 @@ def test_the_best_result_is_part_of_each_checkpoint(job):
     cut(next((first.root / "step_00000004").glob("*.distcp")))
     third = job("checkpoint.max_checkpoints=null")
     assert third.restore().best == old
+
+
+@pytest.mark.parametrize("way", ["resume", "init_from"])
+def test_a_run_refuses_a_checkpoint_that_was_tampered_with(job, tmp_path, way):
+    """Nothing that its index holds runs, and the run does not start from another checkpoint instead."""
+    first = job("checkpoint.max_checkpoints=null")
+    first.restore()
+    first.save(2, 4)
+    first.close()
+    plant(first.root / "step_00000004", tmp_path / "it-ran")
+    if way == "resume":
+        second, source = job(), ""
+    else:
+        moved = first.root.replace(tmp_path / "downloaded")
+        second, source = job(f"checkpoint.init_from={moved}"), f"checkpoint.init_from={moved}: "
+    line = error_of(second.restore)
+    folder = (first.root if way == "resume" else moved) / "step_00000004"
+    assert line.startswith(f"{source}{folder}/.metadata is refused: it names {os.system.__module__}.system, which is")
+    assert not (tmp_path / "it-ran").exists()
 
 
 @pytest.mark.parametrize(

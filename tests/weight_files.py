@@ -4,6 +4,8 @@ import launch
 
 import functools
 import json
+import os
+import pickle
 from dataclasses import fields
 
 import torch
@@ -133,3 +135,25 @@ def plain_file(folder):
     assert {p.name for p in folder.parent.iterdir()} >= {folder.name}
     assert not list(folder.parent.glob("*.tmp"))
     return tensors
+
+
+# --- what nobody should open
+
+
+class Planted:
+    """Runs a command when it is unpickled: it makes the file `proof`."""
+
+    def __init__(self, proof):
+        self.proof = proof
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.proof}",)
+
+
+def plant(folder, proof):
+    """Put a command into the index of a checkpoint, which stays whole: DCP's own reader runs it and goes on."""
+    with open(folder / ".metadata", "rb") as file:
+        index = pickle.load(file)
+    index.planner_data = Planted(proof)
+    with open(folder / ".metadata", "wb") as file:
+        pickle.dump(index, file)
