@@ -6,8 +6,9 @@ none of these libraries is needed.
 
 import re
 
-# Parts of a name that DDP and Megatron-FSDP, torch.compile and Lightning add.
-WRAPPERS = {"module", "_orig_mod", "model"}
+# Parts of a name that DDP and Megatron-FSDP, torch.compile, Lightning, and torch's first FSDP and its wrapper for
+# recomputation add.
+WRAPPERS = {"module", "_orig_mod", "model", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 # TransformerEngine's fused layers hold a norm beside a linear layer, or a whole MLP: their names, and timm's.
 TE_NAMES = {

@@ -137,7 +137,8 @@ def wrapped(tensors, prefix):
     "nest", [(), ("model",), ("state_dict",), ("model_state_dict",), ("module",), ("state_dict", "model")]
 )
 @pytest.mark.parametrize(
-    "prefix", ["", "module.", "_orig_mod.", "model.", "module._orig_mod.", "_orig_mod.module.model."]
+    "prefix",
+    ["", "module.", "_orig_mod.", "model.", "module._orig_mod.", "_orig_mod.module.model.", "_fsdp_wrapped_module."],
 )
 def test_prefixes_and_nestings_load(stored_weights, nest, prefix, tmp_path):
     cfg, _, tensors = stored_weights
@@ -150,9 +151,18 @@ def test_prefixes_and_nestings_load(stored_weights, nest, prefix, tmp_path):
     assert fresh == []
 
 
-def test_blocks_compiled_one_by_one_load(stored_weights, tmp_path):
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        "_orig_mod",
+        "_checkpoint_wrapped_module",
+        "_fsdp_wrapped_module",
+        "_fsdp_wrapped_module._checkpoint_wrapped_module",
+    ],
+)
+def test_blocks_wrapped_one_by_one_load(stored_weights, wrapper, tmp_path):
     cfg, _, tensors = stored_weights
-    torch.save({name.replace("blocks.0.", "blocks.0._orig_mod."): v for name, v in tensors.items()}, tmp_path / "w.pt")
+    torch.save({name.replace("blocks.0.", f"blocks.0.{wrapper}."): v for name, v in tensors.items()}, tmp_path / "w.pt")
     assert_same_bits(fitted(tmp_path / "w.pt", cfg)[0], tensors)
 
 
