@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 NESTS = ("model", "state_dict", "model_state_dict", "module")  # under which files of others keep the weights
+AVERAGE = re.compile(r"(.*_)?ema(_.*)?")  # and their averages: state_dict_ema, model_ema, ema_state_dict, ema, ...
 HEAD = ("head.weight", "head.bias")
 HIDDEN = ("pre_logits.fc.weight", "pre_logits.fc.bias")  # of a head with model.representation_size
 
@@ -125,7 +126,10 @@ def _read_file(source: str, file: Path, config_file: Path | None) -> Source:
             content = load_file(file)
     else:
         content = _read_torch_file(file)
-    tensors = _from_hugging_face(_plain_names(_unnested(content)))
+    content, average = _unnested(content)
+    if average:
+        source = f"{source} (EMA weights, {average})"
+    tensors = _from_hugging_face(_plain_names(content))
     with reading("config.json"):
         if config_file and config.get("model_type") == "vit":  # Hugging Face's
             labels = config.get("id2label") or {}
@@ -168,11 +172,14 @@ def _read_torch_file(file: Path) -> Any:
             raise
 
 
-def _unnested(content: Any) -> dict[str, Tensor]:
-    """The state dict within what a file holds."""
-    while isinstance(content, dict) and (
-        nest := next((key for key in NESTS if isinstance(content.get(key), dict)), None)
-    ):
+def _unnested(content: Any) -> tuple[dict[str, Tensor], str]:
+    """The state dict within what a file holds, and the key of the averaged weights if it is theirs, else "".
+
+    Averages go first, as in our own checkpoints and in timm.
+    """
+    kind = ""
+    while nest := _nest(content):
+        kind = kind or (nest if AVERAGE.fullmatch(nest) else "")
         content = content[nest]
     if not isinstance(content, dict) or not any(isinstance(value, Tensor) for value in content.values()):
         found = (
@@ -181,13 +188,31 @@ def _unnested(content: Any) -> dict[str, Tensor]:
         raise ConfigError(f"it holds {found}, not tensors by name: torch.save the model's state_dict()")
     if strangers := [str(key) for key, value in content.items() if not isinstance(value, Tensor)]:
         raise ConfigError(f"{first_few(strangers)} among its weights is no tensor: torch.save the model's state_dict()")
-    return content
+    return content, kind
+
+
+def _nest(content: Any) -> str | None:
+    """The key under which the weights are; None if they are not below another one.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    if not isinstance(content, dict):
+        return None
+    filled = [key for key, value in content.items() if isinstance(key, str) and isinstance(value, dict) and value]
+    averages = [key for key in filled if AVERAGE.fullmatch(key)]
+    nests = averages or [key for key in filled if key in NESTS]
+    if len(nests) > 1:
+        raise ConfigError(f"it holds {' and '.join(nests)}: torch.save the one that you mean alone")
+    return next(iter(nests), None)
 
 
 def _plain_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors, without the parts of their names that wrappers added."""
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
+        if name == "n_averaged":  # torch's AveragedModel counts its updates there
+            continue
         short = without_wrappers(name)
         if short in plain:
             raise ConfigError(f"it holds {short} twice, under different wrappers' names: keep one of the models")
@@ -255,7 +280,7 @@ def fit(
 
     Raises:
         ConfigError: anything else is missing, unexpected or of another shape; or the grid of the position embeddings
-            is unknown; or the source has another number of heads, which no shape shows.
+            is unknown; or the source has another number of heads, which no shape shows, or a number that is none.
     """
     with _about(source.description):
         _compare_options(source, cfg)
@@ -277,6 +302,12 @@ def fit(
             logger.info("%s has the classes in another order: its head's rows are put in ours", source.description)
         _compare_shapes(tensors, {name: shape for name, shape in wanted.items() if name not in fresh})
         tensors = {name: tensor.to(torch.float32).contiguous() for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            if broken := int((~torch.isfinite(tensor)).sum()):
+                raise ConfigError(
+                    f"{broken} of the {tensor.numel()} numbers in {name} are NaN or infinite: give other weights, of "
+                    "before that training broke down"
+                )
         kernel = tensors["patch_embed.proj.weight"]
         tensors["patch_embed.proj.weight"] = resample_patch_embed(kernel, list(wanted["patch_embed.proj.weight"][2:]))
         tensors["pos_embed"] = _resample_positions(tensors["pos_embed"], source.grid, cfg)

@@ -9,6 +9,7 @@ import torch
 from conftest import error_of, run_command
 from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
+from timm.models import load_state_dict
 from timm.models.vision_transformer import checkpoint_filter_fn
 from weight_files import (
     CLASSES,
@@ -164,6 +165,58 @@ def test_blocks_wrapped_one_by_one_load(stored_weights, wrapper, tmp_path):
     cfg, _, tensors = stored_weights
     torch.save({name.replace("blocks.0.", f"blocks.0.{wrapper}."): v for name, v in tensors.items()}, tmp_path / "w.pt")
     assert_same_bits(fitted(tmp_path / "w.pt", cfg)[0], tensors)
+
+
+@pytest.mark.parametrize("key", ["state_dict_ema", "model_ema", "ema_state_dict", "model_ema_state_dict", "ema"])
+@pytest.mark.parametrize("raw", ["state_dict", "model", None])
+def test_averages_are_taken_where_a_file_has_them_and_that_is_said(stored_weights, key, raw, tmp_path):
+    """As from our own checkpoints; timm's loader, of the keys that it knows, does the same."""
+    cfg, _, tensors = stored_weights
+    averages = {name: value + 1 for name, value in tensors.items()}
+    file = tmp_path / "w.pth"
+    torch.save({"epoch": 5, "ema_decay": 0.99, raw or "args": tensors if raw else {}, key: averages}, file)
+    assert_same_bits(fitted(file, cfg)[0], averages)
+    assert weights_in.read(str(file)).description == f"{file} (EMA weights, {key})"
+    if key in ("state_dict_ema", "model_ema"):
+        assert_same_bits(load_state_dict(file), averages)
+    torch.save({"epoch": 5, raw or "model": tensors, key: None, "ema_model": {}}, file)  # averaging was off
+    assert_same_bits(fitted(file, cfg)[0], tensors)
+    assert weights_in.read(str(file)).description == str(file)
+
+
+def test_torchs_averaged_model_loads(stored_weights, tmp_path):
+    """Beside the weights under a name of their own, as torchvision's scripts save it, and alone."""
+    cfg, _, tensors = stored_weights
+    state = torch.optim.swa_utils.AveragedModel(ours(cfg)).state_dict()
+    assert "n_averaged" in state
+    other = {name: value + 1 for name, value in tensors.items()}
+    for content in (state, {"model": other, "model_ema": state}):
+        torch.save(content, tmp_path / "w.pth")
+        assert_same_bits(fitted(tmp_path / "w.pth", cfg)[0], tensors)
+
+
+def test_a_file_of_several_models_is_refused_by_their_names(stored_weights, tmp_path):
+    cfg, _, tensors = stored_weights
+    for keys in (("state_dict_ema", "model_ema"), ("model", "state_dict")):
+        torch.save(dict.fromkeys(keys, tensors) | {"module": 3}, tmp_path / "w.pt")
+        line = error_of(fitted, tmp_path / "w.pt", cfg)
+        assert line.endswith(f": it holds {keys[0]} and {keys[1]}: torch.save the one that you mean alone")
+    torch.save({"model": tensors, "ema": {"decay": 0.9, "shadow": tensors}}, tmp_path / "w.pt")
+    assert "it holds the keys decay, shadow, not tensors by name" in error_of(fitted, tmp_path / "w.pt", cfg)
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+def test_a_number_that_is_none_is_named(stored_weights, number, tmp_path):
+    cfg, _, tensors = stored_weights
+    broken = tensors["blocks.1.mlp.fc1.weight"].clone()
+    broken[3, 4:6] = float(number)
+    file = tmp_path / "w.safetensors"
+    save_file(tensors | {"blocks.1.mlp.fc1.weight": broken}, file)
+    line = error_of(fitted, file, cfg)
+    assert line.startswith(f"checkpoint.init_from={file}: 2 of the 2304 numbers in blocks.1.mlp.fc1.weight are NaN or")
+    head = tensors["head.weight"] * float(number)  # of other classes, which this run does not take
+    save_file(tensors | {"head.weight": head}, file)
+    assert fitted(file, small("num_classes=5"))[1] == ["head.weight", "head.bias"]
 
 
 def test_two_models_in_one_state_dict_are_refused(stored_weights, tmp_path):
