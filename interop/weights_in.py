@@ -22,7 +22,7 @@ from timm.models import get_arch_name, is_model_pretrained
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from torch import Tensor
 
-from interop import hugging_face
+from interop import hugging_face, jax_files
 from interop.step_weights import DATA_SETTINGS, first_few, joined, read_json, read_state, read_step_weights, reading
 from runtime.parameter_names import from_hugging_face_name, without_wrappers
 from runtime.step_folders import newest_step
@@ -56,6 +56,7 @@ def read(source: str) -> Source:
     - a step_XXXXXXXX folder of ours, or a folder that holds some, of which the newest complete one is taken
     - a torch.save file (.pt .pth .bin .ckpt .tar), of tensors alone or with them under a name such as "model"
     - a .safetensors file; a config.json beside it tells its grid
+    - a .npz file of Google's JAX code, vision_transformer or big_vision
     - a folder with model.safetensors or pytorch_model.bin, and the config.json of timm or of Hugging Face's ViT
     - timm:<model name>, or the bare name, with or without a tag; local-dir:<folder>
 
@@ -75,8 +76,10 @@ def read(source: str) -> Source:
             return _read_file(source, path, beside if beside.is_file() else None)
         if path.is_file() and path.suffix in TORCH_FILES:
             return _read_file(source, path, None)
+        if path.is_file() and path.suffix == ".npz":
+            return _source_of(jax_files.read_model(path), source)
         if path.is_file():
-            raise ConfigError(f"a file must end in .safetensors or one of {' '.join(TORCH_FILES)}: rename it")
+            raise ConfigError(f"a file must end in .safetensors, .npz or one of {' '.join(TORCH_FILES)}: rename it")
         known = timm.list_models() + timm.list_pretrained()
         similar = difflib.get_close_matches(source.split(":")[-1], known, n=1)
         raise ConfigError(
@@ -244,9 +247,13 @@ def _read_timm_model(source: str, name: str) -> Source:
         model = timm.create_model(name, pretrained=True)
     if not isinstance(model, TimmViT):
         raise ConfigError(f"it is timm's {type(model).__name__}: give a VisionTransformer, timm.list_models('vit*')")
-    options = {"num_heads": model.get_submodule("blocks.0.attn").num_heads}
     data = _settings(cast(dict[str, Any], model.pretrained_cfg))  # create_model puts it on the module
-    return Source(model.state_dict(), model.patch_embed.grid_size, source, options, data=data)
+    return dataclasses.replace(_source_of(model, source), data=data)
+
+
+def _source_of(model: TimmViT, source: str) -> Source:
+    options = {"num_heads": model.get_submodule("blocks.0.attn").num_heads}
+    return Source(model.state_dict(), model.patch_embed.grid_size, source, options)
 
 
 def _settings(found: dict[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 import argparse
 import json
 
+import numpy as np
 import pytest
 import timm
 import torch
-from conftest import error_of, run_command
+from conftest import error_of, rng_untouched, run_command
 from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
 from timm.models import load_state_dict
@@ -24,6 +25,7 @@ from weight_files import (
     shapes,
     small,
     timms,
+    write_jax,
     write_step,
     write_timm,
 )
@@ -37,6 +39,15 @@ TOKENS = {  # options, and the rows of pos_embed that belong to tokens
     "none": ("class_token=false global_pool=avg", 0),
     "class, no_embed_class": ("no_embed_class=true", 0),
     "class, 4 registers, no_embed_class": ("no_embed_class=true reg_tokens=4", 0),
+}
+
+JAX_MODELS = {  # options of the model, what comes before the names of its arrays, whether all layers are in one
+    "vision_transformer": ("", "", False),
+    "with a hidden layer": ("representation_size=40", "", False),
+    "of a whole train state": ("", "opt/target/", False),
+    "big_vision, class token": ("no_embed_class=true", "params/", False),
+    "big_vision, mean": ("class_token=false global_pool=avg fc_norm=false", "params/", False),
+    "SigLIP": ("class_token=false global_pool=map", "params/img/", True),
 }
 
 
@@ -357,6 +368,42 @@ def test_timms_weights_come_in_and_go_out_bit_for_bit(options, tmp_path):
     mine.load_state_dict(result)
     with torch.inference_mode():
         torch.testing.assert_close(mine(images(cfg)), model(images(cfg)), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("options", "prefix", "is_stacked"), JAX_MODELS.values(), ids=JAX_MODELS)
+def test_weights_of_googles_jax_code_are_those_that_timm_reads(options, prefix, is_stacked, tmp_path):
+    """timm's loader into timm's model of these options, which the file's own arrays have to tell."""
+    cfg = small(options)
+    write_jax(tmp_path / "B_16.npz", cfg, prefix=prefix, is_stacked=is_stacked)
+    want = timms(cfg)
+    want.head = torch.nn.Linear(cfg.representation_size or cfg.embed_dim, cfg.num_classes)
+    want.load_pretrained(str(tmp_path / "B_16.npz"))
+    with rng_untouched():
+        source = weights_in.read(str(tmp_path / "B_16.npz"))
+    assert source.grid == (4, 4)
+    assert source.options == {"num_heads": 3}
+    result, fresh = weights_in.fit(source, cfg, shapes(cfg))
+    assert fresh == []
+    if cfg.representation_size:  # which timm's loader leaves alone
+        with np.load(tmp_path / "B_16.npz") as arrays:
+            assert np.array_equal(result.pop("pre_logits.fc.weight"), arrays["pre_logits/kernel"].T)
+            assert np.array_equal(result.pop("pre_logits.fc.bias"), arrays["pre_logits/bias"])
+    assert_same_bits(result, want.state_dict())
+    larger = small(f"{options} img_size=96 num_classes=5")
+    assert fitted(tmp_path / "B_16.npz", larger)[0]["pos_embed"].shape == shapes(larger)["pos_embed"]
+
+
+def test_another_npz_file_is_refused_by_what_it_holds(tmp_path):
+    file = tmp_path / "B_16.npz"
+    np.savez(file, cls=np.zeros((1, 1, 24)), names=np.array("no weights"))
+    line = error_of(weights_in.read, str(file))
+    assert line.startswith(f"checkpoint.init_from={file}: it holds the arrays cls, names, and no embedding/kernel")
+    np.savez(file, **{"embedding/kernel": np.array(Code())})  # a pickle within
+    assert "Object arrays cannot be loaded" in error_of(weights_in.read, str(file))
+    write_jax(file, small(), extra={"conv_root/kernel": np.zeros((7, 7, 3, 64))})
+    assert "a plain ViT of its sizes" in error_of(weights_in.read, str(file))
+    cut_off(file)
+    assert f"{file} cannot be read" in error_of(weights_in.read, str(file))
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "timm:vit_tiny_patch16_224.augreg_in21k_ft_in1k"])

@@ -8,6 +8,7 @@ import os
 import pickle
 from dataclasses import fields
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
@@ -95,6 +96,50 @@ def write_timm(folder, cfg, model):
     content = {"architecture": "vit_base_patch16_224", "num_classes": cfg.num_classes, "model_args": plain(cfg)}
     (folder / "config.json").write_text(json.dumps(content))
     return folder
+
+
+def write_jax(file, cfg, *, prefix="", is_stacked=False, extra=None):
+    """A model of a config as Google's JAX code writes one: the names and shapes of its modules, drawn numbers."""
+    rng = np.random.default_rng(0)
+    dim, heads, hidden = cfg.embed_dim, cfg.num_heads, int(cfg.embed_dim * cfg.mlp_ratio)
+    is_big_vision = prefix.startswith("params/")
+    rows = (cfg.img_size // cfg.patch_size) ** 2 + (cfg.class_token and not cfg.no_embed_class)
+    head = cfg.representation_size or dim
+
+    def dense(name, *shape, outputs=1):
+        return {f"{name}/kernel": shape, f"{name}/bias": shape[-outputs:]}
+
+    def norm(name):
+        return {f"{name}/scale": (dim,), f"{name}/bias": (dim,)}
+
+    def attention(name):
+        qkv = {}
+        for part in ("query", "key", "value"):
+            qkv |= dense(f"{name}/{part}", dim, heads, dim // heads, outputs=2)
+        return qkv | dense(f"{name}/out", heads, dim // heads, dim)
+
+    def mlp(name):
+        return dense(f"{name}/Dense_0", dim, hidden) | dense(f"{name}/Dense_1", hidden, dim)
+
+    first, second, third = (0, 1, 0) if is_big_vision else (1, 2, 3)  # numbers of a block's modules
+    block = norm("LayerNorm_0") | attention(f"MultiHeadDotProductAttention_{first}")
+    block |= norm(f"LayerNorm_{second}") | mlp(f"MlpBlock_{third}")
+    sizes = dense("embedding", cfg.patch_size, cfg.patch_size, cfg.in_chans, dim) | norm("Transformer/encoder_norm")
+    sizes["pos_embedding" if is_big_vision else "Transformer/posembed_input/pos_embedding"] = (1, rows, dim)
+    sizes |= {"cls": (1, 1, dim)} if cfg.class_token else {}
+    if is_stacked:
+        sizes |= {f"Transformer/encoderblock/{name}": (cfg.depth, *shape) for name, shape in block.items()}
+    else:
+        for i in range(cfg.depth):
+            sizes |= {f"Transformer/encoderblock_{i}/{name}": shape for name, shape in block.items()}
+    if cfg.global_pool == "map":
+        sizes |= {"MAPHead_0/probe": (1, 1, dim)} | norm("MAPHead_0/LayerNorm_0") | mlp("MAPHead_0/MlpBlock_0")
+        sizes |= attention("MAPHead_0/MultiHeadDotProductAttention_0")
+    if cfg.representation_size:
+        sizes |= dense("pre_logits", dim, head)
+    sizes |= dense("head", head, cfg.num_classes)
+    arrays = {prefix + name: rng.normal(size=shape).astype(np.float32) for name, shape in sizes.items()}
+    np.savez(file, **arrays, **({} if prefix in ("", "params/") else {"step": np.zeros(3)}), **(extra or {}))
 
 
 def fitted(source, cfg):
