@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from conftest import ROOT, read_metrics, run_command
+from conftest import ROOT, error_of, read_metrics, run_command
 
 import evaluate
 
@@ -54,3 +54,71 @@ def test_evaluation_goes_by_class_names_and_names_what_is_wrong(trained_run, ima
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "some/stranger is a class that the training folder does not have" in line
+
+
+@pytest.fixture(scope="module")
+def nameless(trained_run, tmp_path_factory):
+    """The model of six classes, as a folder that does not tell their names."""
+    folder = shutil.copytree(trained_run / "checkpoints/final_model", tmp_path_factory.mktemp("model") / "nameless")
+    config = json.loads((folder / "config.json").read_text())
+    del config["pretrained_cfg"]["label_names"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def linked(root, classes):
+    """A folder with links to class folders under other names."""
+    root.mkdir()
+    for name, target in classes.items():
+        (root / name).symlink_to(target)
+    return str(root)
+
+
+def test_without_names_classes_are_told_by_their_numbers_or_refused(
+    trained_run, nameless, image_folder, tmp_path, capsys
+):
+    """No answer is a number for other classes than the folder's."""
+    classes = sorted((image_folder / "val").iterdir())
+
+    def score(*arguments):
+        evaluate.main([*map(str, arguments), "--workers", "0"])
+        return capsys.readouterr().out.split(":")[-1]
+
+    model = trained_run / "checkpoints/final_model"
+    some, padded = {str(i): classes[i] for i in (2, 5)}, {f"{i:02d}": classes[i] for i in (2, 5)}
+    named = score(model, linked(tmp_path / "named", {path.name: path for path in some.values()}))
+    assert "images, top-1" in named
+    assert score(nameless, image_folder / "val") == score(model, image_folder / "val")
+    assert score(nameless, linked(tmp_path / "numbers", some)) == named
+    assert score(nameless, linked(tmp_path / "padded", padded)) == named
+    with pytest.raises(SystemExit) as caught:
+        score(nameless, linked(tmp_path / "some", {path.name: path for path in some.values()}))
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "the folder's 2 classes, class_c, class_f, cannot be told among the model's 6 outputs" in line
+
+
+@pytest.mark.parametrize(
+    ("classes", "names", "outputs"),
+    [
+        ("b c", "a b c d", (1, 2)),
+        ("0 1 10 2", "", (0, 1, 10, 2)),  # as sorted names come
+        ("a b c d", "", (0, 1, 2, 3)),
+        ("1 2 3 4", "", (0, 1, 2, 3)),  # of four outputs: from one
+        ("1 2", "", (1, 2)),
+        ("b e", "a b c d", "e is no class of the model's 4, a, b, c, ..."),
+        ("a b c", "", "the folder's 3 classes, a, b, c, cannot be told among the model's 4 outputs"),
+        ("1 10 2 3", "", "the folder's 4 classes, 1, 10, 2, ..., cannot be told"),  # numbers or places?
+        ("1 a b", "", "the folder's 3 classes, 1, a, b, cannot be told"),
+        ("0 00", "", "the folder's 2 classes, 0, 00, cannot be told"),
+        ("a b c d e", "", "the folder's 5 classes, a, b, c, ..., cannot be told"),
+    ],
+)
+def test_outputs_of_classes(classes, names, outputs):
+    num_outputs = 11 if "0 1 10" in classes else 4
+    arguments = tuple(classes.split()), tuple(names.split()), num_outputs
+    if isinstance(outputs, tuple):
+        assert evaluate.outputs_of(*arguments) == outputs
+    else:
+        assert outputs in error_of(evaluate.outputs_of, *arguments)

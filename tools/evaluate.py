@@ -4,7 +4,8 @@
     torchrun --standalone --nproc-per-node 8 tools/evaluate.py MODEL /data/imagenet/val --per-class --output val.json
 
 MODEL as for infer.py. The images' pixels are those of the run's own evaluation, and every image counts once at any
-number of processes. Classes go by their names: a folder may have some of the model's only.
+number of processes. Classes go by their names: a folder may have some of the model's only. Where the model's folder
+tells no names, classes called 0, 1, 2 ... are those outputs, and others must be as many as the model has.
 """
 
 import sys
@@ -16,6 +17,7 @@ from launch import Parser, exit_with
 
 import json
 import os
+import re
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ import infer
 from imagenet_dataset import PADDING, EvalSampler
 from input_pipeline.decode import ImageError
 from input_pipeline.image_folders import Folder, list_folder
+from interop.step_weights import first_few
 from observability.metrics import top_k_hits
 from schema import ConfigError
 
@@ -32,17 +35,38 @@ from schema import ConfigError
 class LabelledImages(Dataset):
     """Normalised images with their labels, by EvalSampler's keys; padding is black and carries no label."""
 
-    def __init__(self, folder: Folder, reader: infer.Reader) -> None:
-        self.folder, self.reader = folder, reader
+    def __init__(self, folder: Folder, outputs: tuple[int, ...], reader: infer.Reader) -> None:
+        self.folder, self.outputs, self.reader = folder, outputs, reader
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
         _, index = key
         if index == PADDING:
             return torch.zeros(self.reader.shape), PADDING
         try:
-            return self.reader(self.folder.read(index)), int(self.folder.labels[index])
+            return self.reader(self.folder.read(index)), self.outputs[self.folder.labels[index]]
         except ImageError as error:
             raise OSError(f"cannot read {self.folder.name(index)}: {error}") from error
+
+
+def outputs_of(classes: tuple[str, ...], names: tuple[str, ...], num_outputs: int) -> tuple[int, ...]:
+    """The model's output of each class, by `names`, its own, or, where it has none, by numbers.
+
+    Raises:
+        ConfigError: a class is none of the model's, or nothing tells which one it is.
+    """
+    if names:
+        if unknown := next((name for name in classes if name not in names), None):
+            raise ConfigError(f"{unknown} is no class of the model's {len(names)}, {first_few(names)}")
+        return tuple(names.index(name) for name in classes)
+    numbers = [int(name) for name in classes if re.fullmatch("[0-9]{1,9}", name)]
+    if len(numbers) == len(set(numbers)) == len(classes) and max(numbers) < num_outputs:
+        return tuple(numbers)
+    if len(classes) == num_outputs and (not numbers or numbers == sorted(numbers)):
+        return tuple(range(num_outputs))  # in the order of the sorted names, as most code numbers them
+    raise ConfigError(
+        f"the folder's {len(classes)} classes, {first_few(classes)}, cannot be told among the model's {num_outputs} "
+        "outputs, which have no names: list them as pretrained_cfg.label_names in the model's config.json"
+    )
 
 
 @torch.inference_mode()
@@ -78,10 +102,9 @@ def main(argv: list[str] | None = None) -> None:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         model, config = infer.load_model(args.model)
-        names = tuple(infer.class_names(model)) if model.pretrained_cfg.get("label_names") else None
-        folder = list_folder(args.folder.resolve(), names)
-        if len(folder.classes) > model.num_classes:
-            raise ConfigError(f"{args.folder} has {len(folder.classes)} classes, the model {model.num_classes}")
+        names = tuple(model.pretrained_cfg.get("label_names") or ())
+        folder = list_folder(args.folder.resolve(), names or None)
+        outputs = outputs_of(folder.classes, names, model.num_classes)
     except (ConfigError, OSError) as error:
         exit_with(str(error))
 
@@ -93,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
     store = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if cuda else "gloo", **store)
     sampler = EvalSampler(len(folder), batch_size=args.batch_size, rank=rank, world_size=world_size)
-    dataset = LabelledImages(folder, infer.Reader(model, config))
+    dataset = LabelledImages(folder, outputs, infer.Reader(model, config))
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=args.workers, pin_memory=cuda)
     # Reading fails on one rank only: its error ends the others through torchrun.
     sums = evaluate(
