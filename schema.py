@@ -473,8 +473,9 @@ class CheckpointConfig:
     resume_from_checkpoint: bool
     """Go on from the newest complete checkpoint in ckpt_dir, if there is one."""
     init_from: str | None
-    """Weights to start a new run from: a checkpoint folder, a .pt or .safetensors file, a timm or Hugging Face folder,
-    timm:<model name>; null = random ones. A checkpoint in ckpt_dir goes first."""
+    """Weights to start a new run from: a checkpoint folder, a .pt, .safetensors or .npz file, a timm or Hugging Face
+    folder, timm:<model name>, <owner>/<name> on the Hugging Face hub; null = random ones. A checkpoint in ckpt_dir goes
+    first."""
     async_save: bool
     """Copy to host memory, then write while training goes on."""
     max_checkpoints: PositiveInt | None

@@ -81,8 +81,7 @@ def read_step_weights(folder: Path, *, raw: bool = False) -> tuple[dict[str, Ten
     Raises:
         ConfigError: the folder cannot be read.
     """
-    with reading(folder), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process's work
+    with reading(folder):
         entries = stored_tensors(folder)
         part = "ema" if not raw and any(key.startswith("ema.") for key in entries) else "model"
         tensors = {
@@ -90,8 +89,15 @@ def read_step_weights(folder: Path, *, raw: bool = False) -> tuple[dict[str, Ten
             for key, entry in entries.items()
             if key.startswith(f"{part}.")
         }
-        dcp.load({part: tensors}, storage_reader=Reader(folder), no_dist=True)
+        load_tensors(folder, {part: tensors})
     return joined(tensors), {"ema": "EMA weights", "model": "weights"}[part]
+
+
+def load_tensors(folder: Path, tensors: dict[str, Any]) -> None:
+    """Fill `tensors` from a folder of DCP, in this process alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is: this is one process's work
+        dcp.load(tensors, storage_reader=Reader(folder), no_dist=True)
 
 
 def joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import huggingface_hub
 import numpy as np
 import timm
 import torch
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models import get_arch_name, is_model_pretrained
@@ -23,7 +25,18 @@ from timm.models.vision_transformer import VisionTransformer as TimmViT
 from torch import Tensor
 
 from interop import hugging_face, jax_files
-from interop.step_weights import DATA_SETTINGS, first_few, joined, read_json, read_state, read_step_weights, reading
+from interop.dcp_reader import Reader
+from interop.step_weights import (
+    DATA_SETTINGS,
+    first_few,
+    joined,
+    load_tensors,
+    read_json,
+    read_state,
+    read_step_weights,
+    reading,
+    stored_tensors,
+)
 from runtime.parameter_names import from_hugging_face_name, without_wrappers
 from runtime.step_folders import newest_step
 from schema import ConfigError, DataConfig, ModelConfig, pair
@@ -33,6 +46,7 @@ TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 NESTS = ("model", "state_dict", "model_state_dict", "module")  # under which files of others keep the weights
 AVERAGE = re.compile(r"(.*_)?ema(_.*)?")  # and their averages: state_dict_ema, model_ema, ema_state_dict, ema, ...
+HUB_NAME = re.compile(r"[\w-][\w.-]*/(?!.*\.(safetensors|npz|pt|pth|bin|ckpt|tar)$)[\w.-]+")  # owner and model, no file
 HEAD = ("head.weight", "head.bias")
 HIDDEN = ("pre_logits.fc.weight", "pre_logits.fc.bias")  # of a head with model.representation_size
 
@@ -58,17 +72,23 @@ def read(source: str) -> Source:
     - a .safetensors file; a config.json beside it tells its grid
     - a .npz file of Google's JAX code, vision_transformer or big_vision
     - a folder with model.safetensors or pytorch_model.bin, and the config.json of timm or of Hugging Face's ViT
+    - a folder of torch.distributed.checkpoint, of tensors alone or with them under a name such as "model"
     - timm:<model name>, or the bare name, with or without a tag; local-dir:<folder>
+    - <owner>/<name> on the Hugging Face hub, a folder as above; hf-hub:<owner>/<name>, as timm reads it
 
     Raises:
-        ConfigError: none of these, or damaged; one line that names the source and the fix.
+        ConfigError: none of these, or damaged, or the hub is out of reach; one line that names the source and the fix.
     """
     with _about(source):
         path = Path(source.removeprefix("local-dir:"))
         if source.startswith("timm:") or (not path.exists() and timm.is_model(source)):
             return _read_timm_model(source, source.removeprefix("timm:"))
+        if source.startswith("hf-hub:"):
+            return _read_by_timm(source, source)
         if path.is_dir() and not source.startswith("local-dir:") and (folder := newest_step(path)):
             return _read_step(source, folder)
+        if (path / ".metadata").is_file():
+            return _read_dcp_folder(source, path)
         if path.is_dir():
             return _read_folder(source, path)
         if path.is_file() and path.suffix == ".safetensors":
@@ -80,6 +100,8 @@ def read(source: str) -> Source:
             return _source_of(jax_files.read_model(path), source)
         if path.is_file():
             raise ConfigError(f"a file must end in .safetensors, .npz or one of {' '.join(TORCH_FILES)}: rename it")
+        if HUB_NAME.fullmatch(source) and not path.parent.exists():  # else it is meant for a path
+            return _read_hub_folder(source)
         known = timm.list_models() + timm.list_pretrained()
         similar = difflib.get_close_matches(source.split(":")[-1], known, n=1)
         raise ConfigError(
@@ -119,6 +141,25 @@ def _read_folder(source: str, folder: Path) -> Source:
     return _read_file(source, file, folder / "config.json")
 
 
+def _read_dcp_folder(source: str, folder: Path) -> Source:
+    """Weights that anybody saved with DCP; an optimizer's state, for one, which lies there too, is not read."""
+    with reading(folder):
+        way_of = Reader(folder).read_metadata().planner_data or {}  # to a tensor in what was saved
+        nested: dict[Any, Any] = {}
+        keys: dict[Tensor, str] = {}  # by identity
+        for key, entry in stored_tensors(folder).items():
+            *above, last = way_of.get(key, (key,))
+            there = nested
+            for name in above:
+                there = there.setdefault(name, {})
+            there[last] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            keys[there[last]] = key
+        content, average = _unnested(nested)
+        tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in content.items()}
+        load_tensors(folder, {keys[content[name]]: tensor for name, tensor in tensors.items()})
+    return Source(_timm_names(tensors), None, _described(source, average))
+
+
 def _read_file(source: str, file: Path, config_file: Path | None) -> Source:
     """A file of tensors, and what `config_file`, timm's or Hugging Face's config.json, says of them."""
     config = read_json(config_file) if config_file else {}
@@ -130,9 +171,7 @@ def _read_file(source: str, file: Path, config_file: Path | None) -> Source:
     else:
         content = _read_torch_file(file)
     content, average = _unnested(content)
-    if average:
-        source = f"{source} (EMA weights, {average})"
-    tensors = _from_hugging_face(_plain_names(content))
+    tensors = _timm_names(content)
     with reading("config.json"):
         if config_file and config.get("model_type") == "vit":  # Hugging Face's
             labels = config.get("id2label") or {}
@@ -156,7 +195,16 @@ def _read_file(source: str, file: Path, config_file: Path | None) -> Source:
             size = (config.get("pretrained_cfg") or config).get("input_size") or (None, None, None)
             img_size = options.get("img_size") or size[1:]
         known = {key: options[key] for key in ("num_heads", "act_layer", "norm_eps") if options.get(key) is not None}
-        return Source(tensors, _grid(img_size, tensors), source, known, tuple(classes), _settings(data))
+        description = _described(source, average)
+        return Source(tensors, _grid(img_size, tensors), description, known, tuple(classes), _settings(data))
+
+
+def _described(source: str, average: str) -> str:
+    return f"{source} (EMA weights, {average})" if average else source
+
+
+def _timm_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return _from_hugging_face(_plain_names(tensors))
 
 
 def _read_torch_file(file: Path) -> Any:
@@ -242,13 +290,44 @@ def _read_timm_model(source: str, name: str) -> Source:
         raise ConfigError(
             f"timm has no such weights: {f'use one of {first_few(tags)}' if tags else 'use another model'}"
         )
+    return _read_by_timm(source, name)
+
+
+def _read_by_timm(source: str, name: str) -> Source:
     # timm draws weights before it loads others: not from the run's own generator.
-    with torch.random.fork_rng(devices=[]), reading("it", advice="get it on a network, or give a file or a folder"):
+    with torch.random.fork_rng(devices=[]), _downloading("it"):
         model = timm.create_model(name, pretrained=True)
     if not isinstance(model, TimmViT):
         raise ConfigError(f"it is timm's {type(model).__name__}: give a VisionTransformer, timm.list_models('vit*')")
-    data = _settings(cast(dict[str, Any], model.pretrained_cfg))  # create_model puts it on the module
-    return dataclasses.replace(_source_of(model, source), data=data)
+    found = cast(dict[str, Any], model.pretrained_cfg)  # create_model puts it on the module
+    classes = tuple(found.get("label_names") or ())
+    return dataclasses.replace(_source_of(model, source), classes=classes, data=_settings(found))
+
+
+def _read_hub_folder(source: str) -> Source:
+    """A folder of the hub, of Hugging Face's ViT or of timm, in the cache that their libraries use, too."""
+    with _downloading("there is no such file or folder, and of the Hugging Face hub it"):
+        folder = Path(huggingface_hub.hf_hub_download(source, "config.json")).parent
+        try:
+            huggingface_hub.hf_hub_download(source, WEIGHT_FILES[0])
+        except EntryNotFoundError:
+            huggingface_hub.hf_hub_download(source, WEIGHT_FILES[1])
+        with contextlib.suppress(EntryNotFoundError):
+            huggingface_hub.hf_hub_download(source, "preprocessor_config.json")
+    return _read_folder(source, folder)
+
+
+@contextlib.contextmanager
+def _downloading(what: str) -> Iterator[None]:
+    """`reading`, of the hub, whose library would say a line or two for each time that it tries again."""
+    library = logging.getLogger("huggingface_hub")
+    level = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        with reading(what, advice="get it on a network, or give a file or a folder"):
+            yield
+    finally:
+        library.setLevel(level)
 
 
 def _source_of(model: TimmViT, source: str) -> Source:

@@ -2,16 +2,20 @@
 
 import argparse
 import json
+import shutil
 
+import huggingface_hub
 import numpy as np
 import pytest
 import timm
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import error_of, rng_untouched, run_command
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from timm.layers import resample_abs_pos_embed
 from timm.models import load_state_dict
 from timm.models.vision_transformer import checkpoint_filter_fn
+from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 from weight_files import (
     CLASSES,
     MEAN,
@@ -336,6 +340,45 @@ def test_a_checkpoint_becomes_a_torch_file_by_torchs_own_tool(stored_weights, tm
     assert_same_bits(fitted(tmp_path / "w.pt", cfg)[0], tensors)
 
 
+@pytest.mark.parametrize("nest", [None, "model", "state_dict"])
+@pytest.mark.parametrize("way", ["torch_save_to_dcp", "dcp.save"])
+def test_a_folder_of_dcp_that_is_none_of_ours_loads(stored_weights, way, nest, tmp_path, caplog):
+    """By torch's converter and by its own call: tensors alone, or nested among objects and an optimizer's state."""
+    cfg, _, tensors = stored_weights
+    content = wrapped(tensors, "_orig_mod.")
+    if nest:
+        content = {
+            nest: content,
+            "epoch": 3,
+            "args": argparse.Namespace(lr=0.1),
+            "optimizer": {"exp_avg": [*tensors.values()]},
+        }
+    if way == "dcp.save":
+        dcp.save(content, checkpoint_id=tmp_path / "w", no_dist=True)
+    else:
+        torch.save(content, tmp_path / "w.pt")
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            torch_save_to_dcp(tmp_path / "w.pt", tmp_path / "w")
+    result, fresh = fitted(tmp_path / "w", cfg)
+    assert_same_bits(result, tensors)
+    assert fresh == []
+    assert fitted(tmp_path / "w", small("img_size=96"))[0]["pos_embed"].shape == (1, 37, 24)
+
+
+def test_averages_in_a_folder_of_dcp_go_first_and_others_are_refused(stored_weights, tmp_path):
+    cfg, _, tensors = stored_weights
+    averages = {name: value + 1 for name, value in tensors.items()}
+    dcp.save({"model": tensors, "ema": averages, "epoch": 3}, checkpoint_id=tmp_path / "w", no_dist=True)
+    assert_same_bits(fitted(tmp_path / "w", cfg)[0], averages)
+    assert weights_in.read(str(tmp_path / "w")).description == f"{tmp_path}/w (EMA weights, ema)"
+    dcp.save({"net": tensors, "epoch": 3}, checkpoint_id=tmp_path / "other", no_dist=True)
+    assert "it holds the keys net, not tensors by name" in error_of(weights_in.read, str(tmp_path / "other"))
+    dcp.save({"epoch": 3}, checkpoint_id=tmp_path / "none", no_dist=True)
+    assert "not tensors by name" in error_of(weights_in.read, str(tmp_path / "none"))
+    next((tmp_path / "w").glob("*.distcp")).unlink()
+    assert f"{tmp_path}/w cannot be read" in error_of(weights_in.read, str(tmp_path / "w"))
+
+
 def test_torchs_old_format_loads(stored_weights, tmp_path):
     cfg, _, tensors = stored_weights
     torch.save({"model": tensors}, tmp_path / "w.pth", _use_new_zipfile_serialization=False)
@@ -427,6 +470,64 @@ def test_a_timm_model_is_read_by_its_name(name, monkeypatch, tmp_path):
     result, fresh = weights_in.fit(source, cfg, shapes(cfg))
     assert fresh == []
     assert_same_bits(result, model.state_dict())
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A function that puts a folder into the cache of the Hugging Face hub, which is all that its library may read."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+    def put(folder, name):
+        repository = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        shutil.copytree(folder, repository / "snapshots/0123")
+        (repository / "refs").mkdir()
+        (repository / "refs/main").write_text("0123")
+
+    return put
+
+
+def test_a_model_of_the_hub_is_read_by_its_name(hub, tmp_path):
+    """Hugging Face's, with its classes and its processor; one in a pickle; timm's, as a folder and through timm."""
+    cfg = small()
+    step, tensors = write_step(tmp_path, cfg)
+    weights_out.export_hugging_face(step, tmp_path / "hf")
+    weights_out.export_timm(step, tmp_path / "timm")
+    hub(tmp_path / "hf", "google/vit-small.patch16")
+    source = weights_in.read("google/vit-small.patch16")
+    assert source.classes == tuple(CLASSES)
+    assert source.data == {"mean": MEAN, "std": STD}
+    assert source.options == {"num_heads": 3, "act_layer": "gelu", "norm_eps": 1e-6}
+    assert_same_bits(fitted("google/vit-small.patch16", cfg)[0], tensors)
+
+    torch.save(load_file(tmp_path / "hf/model.safetensors"), tmp_path / "hf/pytorch_model.bin")
+    for name in ("model.safetensors", "preprocessor_config.json"):
+        (tmp_path / "hf" / name).unlink()
+    hub(tmp_path / "hf", "owner/pickled")
+    assert_same_bits(fitted("owner/pickled", cfg)[0], tensors)
+
+    hub(tmp_path / "timm", "timm/vit_small")
+    for name in ("timm/vit_small", "hf-hub:timm/vit_small"):
+        with rng_untouched():
+            assert weights_in.read(name).classes == tuple(CLASSES)
+        assert_same_bits(fitted(name, cfg)[0], tensors)
+
+
+def test_a_hub_out_of_reach_is_one_line(hub, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    line = error_of(weights_in.read, "google/vit-base-patch16-224")
+    start = (
+        "checkpoint.init_from=google/vit-base-patch16-224: there is no such file or folder, and of the Hugging Face hub"
+    )
+    assert line.startswith(f"{start} it cannot be read (LocalEntryNotFoundError: ")
+    assert line.endswith(": get it on a network, or give a file or a folder")
+    line = error_of(weights_in.read, "hf-hub:timm/vit_tiny_patch16_224.augreg_in21k")
+    assert line.startswith(
+        "checkpoint.init_from=hf-hub:timm/vit_tiny_patch16_224.augreg_in21k: it cannot be read (Local"
+    )
+    assert capfd.readouterr() == ("", "")
+    (tmp_path / "runs").mkdir()  # so this is meant for a path
+    assert "there is no such file or folder, and timm has" in error_of(weights_in.read, "runs/large")
 
 
 def test_what_weights_were_evaluated_with_is_told_if_this_run_does_otherwise(tmp_path):
