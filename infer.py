@@ -119,6 +119,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sheet", type=Path, help="write a contact sheet there, a PNG")
     args = parser.parse_args(argv)
     try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as error:  # torch's words for: no such name, no such device, not built for it
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        exit_with(f"--device {args.device} cannot be used here ({reason}): use --device cpu")
+    try:
         model, config = load_model(args.model)
         files = list(find(args.images))
     except ConfigError as error:

@@ -142,10 +142,11 @@ def epoch_order(shards: Shards, epoch: int, *, seed: int, streams: int) -> np.nd
 
 
 @functools.cache
-def load(path: str, split: str, on_error: Literal["raise", "skip"]) -> Shards:
+def load(path: str, split: str, on_error: Literal["raise", "skip"], *, default_classes: tuple[str, ...] = ()) -> Shards:
     """The images of one split; makes the index first where that is needed.
 
-    Classes come from classes.txt; without it they are the numbers from 0 to the highest in the training shards.
+    Classes come from classes.txt; without it they are `default_classes`, or else the numbers from 0 to the highest in
+    the training shards.
     `on_error` says what happens to damage: a shard that is cut short, a sample without image or label, a label that
     is no number or no class, a second sample of a key. `skip` counts it in `skipped` and takes the rest: of a shard
     that is cut short the samples before the cut, of a key that is there twice the first.
@@ -156,7 +157,7 @@ def load(path: str, split: str, on_error: Literal["raise", "skip"]) -> Shards:
     """
     root = Path(path).absolute()
     listed = make_index(path, split)
-    classes = _class_names(root)
+    classes = _class_names(root) or default_classes or None
     if classes is None and split == "train":
         highest = max((int(shard.rows["label"].max()) for shard in listed if len(shard.rows)), default=-1)
         classes = tuple(map(str, range(highest + 1)))

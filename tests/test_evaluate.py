@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT, error_of, read_metrics, run_command
 
 import evaluate
+from input_pipeline import tar_shards
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,44 @@ def test_evaluation_goes_by_class_names_and_names_what_is_wrong(trained_run, ima
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "some/stranger is a class that the training folder does not have" in line
+
+
+def test_shards_are_evaluated_as_the_folder_that_they_were_made_from(
+    trained_run, made_shards, image_folder, nameless, tmp_path, capsys
+):
+    """In every layout that training takes; without classes.txt, or a model's names, by the labels' numbers."""
+
+    def answer(model, folder, *options):
+        evaluate.main([*map(str, (model, folder, *options)), "--workers", "0"])
+        return capsys.readouterr().out.replace(str(folder), "FOLDER")
+
+    model = trained_run / "checkpoints"
+    want = answer(model, image_folder / "val", "--per-class")
+    assert "FOLDER: 23 images" in want
+    flat, other = tmp_path / "flat", tmp_path / "other"
+    for place, name in ((flat, "x-val-{}"), (flat, "x-train-{}"), (other / "test", "{}")):
+        place.mkdir(parents=True, exist_ok=True)
+        for i, file in enumerate(sorted((made_shards / ("train" if "train" in name else "val")).glob("*.tar"))):
+            shutil.copy(file, place / f"{name.format(i)}.tar")
+    for place in (flat, other):
+        shutil.copy(made_shards / "classes.txt", place)
+    for folder in (made_shards / "val", made_shards, flat, other / "test"):
+        assert answer(model, folder, "--per-class") == want, folder
+    assert answer(nameless, other / "test") == want.splitlines()[0] + "\n"
+    (flat / "classes.txt").unlink()
+    for each in (model, nameless):
+        tar_shards.load.cache_clear()
+        assert answer(each, flat).splitlines() == want.splitlines()[:1]
+
+    for names, complaint in (("abcde", "has label 5, there are 5 classes"), ("abcdxf", "class_x is no class of the")):
+        (other / "classes.txt").write_text("".join(f"class_{letter}\n" for letter in names))
+        tar_shards.load.cache_clear()
+        with pytest.raises(SystemExit) as caught:
+            answer(model, other / "test")
+        assert caught.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+        assert complaint in line
 
 
 @pytest.fixture(scope="module")

@@ -66,3 +66,13 @@ def test_mistakes_are_one_line(trained_run, tmp_path, what):
         infer.load_model(model) and list(infer.find([tmp_path / "empty"]))
     with pytest.raises(schema.ConfigError, match=r"gone.jpg is not there"):
         list(infer.find([tmp_path / "gone.jpg"]))
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+def test_a_device_that_is_not_there_is_one_line(tmp_path, capsys, device):
+    with pytest.raises(SystemExit) as caught:
+        infer.main([str(tmp_path), str(tmp_path), "--device", device])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --device {device} cannot be used here (")
+    assert line.endswith("): use --device cpu")

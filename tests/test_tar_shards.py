@@ -116,9 +116,12 @@ def test_class_names(tmp_path):
         "1",
         "2",
     )  # of train, not of the two labels in val
+    letters = ("a", "b", "c", "d")
+    assert tar_shards.load(str(tmp_path), "val", "raise", default_classes=letters).classes == letters
     tar_shards.load.cache_clear()
     (tmp_path / "classes.txt").write_bytes("cat\r\ndog house\r\ncafé\r\n".encode())
     assert tar_shards.load(str(tmp_path), "val", "raise").classes == ("cat", "dog house", "café")
+    assert tar_shards.load(str(tmp_path), "val", "raise", default_classes=letters).classes[0] == "cat"
     tar_shards.load.cache_clear()
     (tmp_path / "classes.txt").write_text("cat\ndog\n")
     text = error_of(tar_shards.load, str(tmp_path), "train", "raise")

@@ -1,11 +1,14 @@
-"""Top-1 and top-5 of a checkpoint or an exported model on a folder of class folders.
+"""Top-1 and top-5 of a checkpoint or an exported model on a folder of class folders or of tar shards.
 
     python tools/evaluate.py runs/demo/checkpoints data/fashion_mnist_demo/val
     torchrun --standalone --nproc-per-node 8 tools/evaluate.py MODEL /data/imagenet/val --per-class --output val.json
+    python tools/evaluate.py MODEL /data/imagenet-shards/val
 
 MODEL as for infer.py. The images' pixels are those of the run's own evaluation, and every image counts once at any
 number of processes. Classes go by their names: a folder may have some of the model's only. Where the model's folder
-tells no names, classes called 0, 1, 2 ... are those outputs, and others must be as many as the model has.
+tells no names, classes called 0, 1, 2 ... are those outputs, and others must be as many as the model has. Shards lie
+as for data.source=webdataset: give <path>/val, or <path> for the validation shards below or in it; classes.txt in
+<path> names their classes, without it their numbers are the model's outputs.
 """
 
 import sys
@@ -24,9 +27,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import infer
-from imagenet_dataset import PADDING, EvalSampler
+from imagenet_dataset import PADDING, EvalSampler, ImageSource
+from input_pipeline import tar_shards
 from input_pipeline.decode import ImageError
-from input_pipeline.image_folders import Folder, list_folder
+from input_pipeline.image_folders import list_folder
 from interop.step_weights import first_few
 from observability.metrics import top_k_hits
 from schema import ConfigError
@@ -35,17 +39,44 @@ from schema import ConfigError
 class LabelledImages(Dataset):
     """Normalised images with their labels, by EvalSampler's keys; padding is black and carries no label."""
 
-    def __init__(self, folder: Folder, outputs: tuple[int, ...], reader: infer.Reader) -> None:
-        self.folder, self.outputs, self.reader = folder, outputs, reader
+    def __init__(self, source: ImageSource, outputs: tuple[int, ...], reader: infer.Reader) -> None:
+        self.source, self.outputs, self.reader = source, outputs, reader
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, int]:
         _, index = key
         if index == PADDING:
             return torch.zeros(self.reader.shape), PADDING
         try:
-            return self.reader(self.folder.read(index)), self.outputs[self.folder.labels[index]]
+            return self.reader(self.source.read(index)), self.outputs[self.source.labels[index]]
         except ImageError as error:
-            raise OSError(f"cannot read {self.folder.name(index)}: {error}") from error
+            raise OSError(f"cannot read {self.source.name(index)}: {error}") from error
+
+
+def images_of(folder: Path, model: infer.TimmModel) -> tuple[ImageSource, tuple[int, ...]]:
+    """The images of a folder of class folders or tar shards, and the model's output of each of its classes.
+
+    Raises:
+        ConfigError: it is neither, or damaged; or as `outputs_of` says.
+    """
+    names = tuple(model.pretrained_cfg.get("label_names") or ())
+    folder = folder.resolve()
+    if any(folder.glob("*.tar")) or any(folder.glob("val/*.tar")):
+        is_split = folder.name in ("train", "val") or not _has_shards(folder, "val")
+        path, split = (folder.parent, folder.name) if is_split else (folder, "val")
+        numbered = tuple(infer.class_names(model))
+        source = tar_shards.load(str(path), split, "raise", default_classes=numbered)
+        if source.classes == numbered:
+            return source, tuple(range(model.num_classes))
+    else:
+        source = list_folder(folder, names or None)
+    return source, outputs_of(source.classes, names, model.num_classes)
+
+
+def _has_shards(path: Path, split: str) -> bool:
+    try:
+        return bool(tar_shards.find(str(path), split))
+    except ConfigError:
+        return False
 
 
 def outputs_of(classes: tuple[str, ...], names: tuple[str, ...], num_outputs: int) -> tuple[int, ...]:
@@ -102,9 +133,7 @@ def main(argv: list[str] | None = None) -> None:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         model, config = infer.load_model(args.model)
-        names = tuple(model.pretrained_cfg.get("label_names") or ())
-        folder = list_folder(args.folder.resolve(), names or None)
-        outputs = outputs_of(folder.classes, names, model.num_classes)
+        source, outputs = images_of(args.folder, model)
     except (ConfigError, OSError) as error:
         exit_with(str(error))
 
@@ -115,8 +144,8 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_float32_matmul_precision("highest" if args.precision == "fp32" else "high")
     store = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if cuda else "gloo", **store)
-    sampler = EvalSampler(len(folder), batch_size=args.batch_size, rank=rank, world_size=world_size)
-    dataset = LabelledImages(folder, outputs, infer.Reader(model, config))
+    sampler = EvalSampler(len(source), batch_size=args.batch_size, rank=rank, world_size=world_size)
+    dataset = LabelledImages(source, outputs, infer.Reader(model, config))
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=args.workers, pin_memory=cuda)
     # Reading fails on one rank only: its error ends the others through torchrun.
     sums = evaluate(
