@@ -21,6 +21,7 @@ import timm
 import timm.data
 import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
+from safetensors import SafetensorError
 
 from input_pipeline.decode import Decoder, ImageError, crop_extreme_aspect
 from input_pipeline.image_folders import IMAGE_EXTENSIONS
@@ -44,7 +45,7 @@ def load_model(source: Path) -> tuple[TimmModel, dict[str, Any]]:
     try:
         config = json.loads((source / "config.json").read_text())
         model = timm.create_model(f"local-dir:{source}", pretrained=True)
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{source} is no model of ours or timm's ({reason}): give a final_model") from error
     return model.eval(), config

@@ -3,12 +3,15 @@
 import launch  # noqa: F401  (before torch)
 
 import json
+import os
 import shutil
 
 import pytest
 import timm
 import torch
+from conftest import error_of
 from PIL import Image
+from weight_files import Planted, cut_off
 
 import infer
 import schema
@@ -66,6 +69,20 @@ def test_mistakes_are_one_line(trained_run, tmp_path, what):
         infer.load_model(model) and list(infer.find([tmp_path / "empty"]))
     with pytest.raises(schema.ConfigError, match=r"gone.jpg is not there"):
         list(infer.find([tmp_path / "gone.jpg"]))
+
+
+def test_a_model_that_is_damaged_or_holds_a_command_is_one_line(trained_run, tmp_path):
+    """An exported folder, whose weights may be in a pickle, too."""
+    for name in ("damaged", "planted"):
+        shutil.copytree(trained_run / "checkpoints/final_model", tmp_path / name)
+    cut_off(tmp_path / "damaged/model.safetensors")
+    (tmp_path / "planted/model.safetensors").unlink()
+    torch.save({"head.bias": Planted(tmp_path / "it-ran")}, tmp_path / "planted/pytorch_model.bin")
+    for name, reason in (("damaged", "deserializing header"), ("planted", f"{os.system.__module__}.system")):
+        line = error_of(infer.load_model, tmp_path / name)
+        assert line.startswith(f"{tmp_path}/{name} is no model of ours or timm's (")
+        assert reason in line
+    assert not (tmp_path / "it-ran").exists()
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "gpu"])
