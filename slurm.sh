@@ -27,15 +27,8 @@ if [[ ${1:-} != train_*.py ]]; then
   exit 2
 fi
 
-# The run's folder holds status.json, which says how the run ended: torchrun's exit code does not tell.
-output_dir=
-for argument in "$@"; do
-  [[ $argument == output_dir=* ]] && output_dir=${argument#output_dir=}
-done
-if [[ -z $output_dir ]]; then
-  output_dir=runs/$SLURM_JOB_NAME
-  set -- "$@" "output_dir=$output_dir"
-fi
+# The run's folder, unless the arguments say otherwise: what comes later on a command line counts.
+set -- "$1" "output_dir='runs/$SLURM_JOB_NAME'" "${@:2}"
 # A job that was told to start afresh does so once, not after each requeue.
 [[ ${SLURM_RESTART_COUNT:-0} == 0 ]] || set -- "$@" checkpoint.resume_from_checkpoint=true
 
@@ -49,6 +42,13 @@ case ${CONTAINER:-} in
   *) srun+=(--container-image="$CONTAINER" --container-workdir="$PWD"
             --container-mounts="$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}") ;;
 esac
+
+# The run's folder holds status.json, which says how the run ended: torchrun's exit code does not tell. Which folder that
+# is, the script itself says: it reads its arguments as the run will. One that it cannot read is refused here, once.
+trap 'scontrol requeue "$SLURM_JOB_ID"; exit' USR1  # before the run has started there is nothing to save
+output_dir=$("${srun[@]}" --nodes=1 --ntasks=1 ${inside[@]+"${inside[@]}"} \
+             python "$@" --cfg job --package output_dir --resolve) || exit
+output_dir=${output_dir/#\~/$HOME}
 
 # One torchrun a node. They meet at the first node, at a port that follows from the job; an id of its own for each start
 # keeps a late process of the start before out.

@@ -274,48 +274,105 @@ class TestSlurm:
 # Without Slurm: what the script and the entrypoints make of their surroundings
 
 
-@pytest.mark.parametrize(
-    ("container", "expected"),
-    [
-        ("", "srun --kill-on-bad-exit=0 torchrun --nnodes 2 "),
-        ("vit.sif", "srun --kill-on-bad-exit=0 apptainer exec --nv vit.sif torchrun --nnodes 2 "),
-        (
-            "registry#vit:1",
-            "srun --kill-on-bad-exit=0 --container-image=registry#vit:1 --container-workdir={home} "
-            "--container-mounts={home}:{home},/data:/data torchrun --nnodes 2 ",
-        ),
-    ],
-)
-def test_where_slurm_sh_runs_torchrun(tmp_path, container, expected):
-    """Programs that print their arguments stand in for Slurm's."""
+@pytest.fixture
+def slurm_sh(tmp_path):
+    """A function: arguments, variables -> what slurm.sh did, with programs in place of Slurm's.
+
+    srun notes its arguments, runs what composes the config (or does INSTEAD), and leaves a run's status
+    behind: STATE in RUN.
+    """
     (tmp_path / "bin").mkdir()
-    (tmp_path / "run").mkdir()
     for name, text in {
-        "srun": 'echo "srun $*"; echo \'{"state": "finished", "step": 1}\' > run/status.json',
+        "srun": """echo "srun $*" >> srun.txt
+while [[ $1 == -* ]]; do shift; done
+[[ $1 == apptainer ]] && shift 4
+case $1 in
+  python) [[ $INSTEAD ]] && eval "$INSTEAD" || exec "$@" ;;
+  *) mkdir -p "$RUN"; echo "{\\"state\\": \\"$STATE\\", \\"step\\": 1}" > "$RUN/status.json" ;;
+esac""",
         "scontrol": "[ $1 = show ] && printf 'n7\\nn8\\n' || echo requeued",
     }.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    (tmp_path / "bin/activate").write_text("")
-    env = {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "VENV": str(tmp_path),
-        "CONTAINER": container,
-        "CONTAINER_MOUNTS": "/data:/data",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_JOB_ID": "123456",
-        "SLURM_JOB_NODELIST": "n[7-8]",
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_NAME": "vit",
-        "SLURM_RESTART_COUNT": "1",
-    }
-    command = [ROOT / "slurm.sh", "train_ddp.py", "seed=1", "output_dir=run"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    (tmp_path / "bin/activate").touch()
+    (tmp_path / "train_ddp.py").symlink_to(ROOT / "train_ddp.py")
+
+    def start(*arguments, **env):
+        env = {
+            "PATH": os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "HOME": str(tmp_path / "home"),
+            "VENV": str(tmp_path),
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            "SLURM_JOB_ID": "123456",
+            "SLURM_JOB_NODELIST": "n[7-8]",
+            "SLURM_NNODES": "2",
+            "SLURM_JOB_NAME": "vit",
+            "SLURM_RESTART_COUNT": "1",
+            "INSTEAD": "",
+            "RUN": "run",
+            "STATE": "finished",
+        } | env
+        (tmp_path / "srun.txt").unlink(missing_ok=True)
+        command = ["bash", "-c", 'SLURM_SH=$$ exec "$0" "$@"', ROOT / "slurm.sh", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("container", "step", "inside"),
+    [
+        ("", "srun --kill-on-bad-exit=0 ", ""),
+        ("vit.sif", "srun --kill-on-bad-exit=0 ", "apptainer exec --nv vit.sif "),
+        (
+            "registry#vit:1",
+            "srun --kill-on-bad-exit=0 --container-image=registry#vit:1 --container-workdir={home} "
+            "--container-mounts={home}:{home},/data:/data ",
+            "",
+        ),
+    ],
+)
+def test_where_slurm_sh_runs_torchrun(slurm_sh, tmp_path, container, step, inside):
+    env = {"CONTAINER": container, "CONTAINER_MOUNTS": "/data:/data", "INSTEAD": "echo run"}
+    done = slurm_sh("train_ddp.py", "seed=1", "output_dir=run", **env)
     assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()[0]
-    assert said.startswith(expected.format(home=tmp_path))
+    step = step.format(home=tmp_path)
+    arguments = "train_ddp.py output_dir='runs/vit' seed=1 output_dir=run checkpoint.resume_from_checkpoint=true"
+    asked, said = (tmp_path / "srun.txt").read_text().splitlines()
+    assert asked.startswith(f"{step}--nodes=1 --ntasks=1 {inside}python {arguments} --cfg job")
+    assert said.startswith(f"{step}{inside}torchrun --nnodes 2 ")
     assert "--nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint n7:23456 --rdzv-id 123456.1 train_ddp.py" in said
-    assert said.endswith("train_ddp.py seed=1 output_dir=run checkpoint.resume_from_checkpoint=true")
+    assert said.endswith(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        (("output_dir=a", "seed=1", "++output_dir=b", "--config-name", "cifar10_vit"), "b"),
+        pytest.param((), "runs/lr=1e-3", marks=pytest.mark.slow),  # the job's name
+        pytest.param(("output_dir='runs/lr=1'", "seed=1"), "runs/lr=1", marks=pytest.mark.slow),
+        pytest.param(("output_dir='~/c'",), "home/c", marks=pytest.mark.slow),
+        pytest.param(("output_dir=d/${seed}", "seed=7"), "d/7", marks=pytest.mark.slow),
+    ],
+)
+def test_slurm_sh_looks_where_the_run_writes(slurm_sh, arguments, folder):
+    """A preempted run goes back into the queue, however its folder was given."""
+    done = slurm_sh("train_ddp.py", *arguments, RUN=folder, STATE="preempted", SLURM_JOB_NAME="lr=1e-3")
+    first, last = done.stdout.splitlines()
+    assert first.endswith(f"{folder}: preempted, exit code 0, start 1"), done.stderr
+    assert last == "requeued"
+
+
+def test_slurm_sh_is_requeued_if_signalled_before_the_run_starts(slurm_sh):
+    """While the config is composed there is nothing to stop; a signal must not lose the job."""
+    done = slurm_sh("train_ddp.py", INSTEAD="kill -USR1 $SLURM_SH")
+    assert done.stdout == "requeued\n"
+
+
+def test_a_mistake_ends_slurm_sh_before_torchrun(slurm_sh, tmp_path):
+    done = slurm_sh("train_ddp.py", "optimzer.lr=1")
+    assert (done.returncode, done.stderr) == (2, "error: unknown key optimzer.lr: did you mean optimizer.lr?\n")
+    assert "torchrun" not in (tmp_path / "srun.txt").read_text()
 
 
 @pytest.mark.parametrize(
