@@ -21,8 +21,8 @@ def conftest() -> Any:
     return importlib.import_module("conftest")
 
 
-def mark_phase(file: int, phase: str, owner: Any, name: str, seconds: float = 0.0) -> None:
-    """From here on a call of owner.name writes `phase` to the open file as it begins, waits, and "step" as it ends."""
+def mark_phase(file: int, phase: str, owner: Any, name: str, seconds: float = 0.0, *, then: str = "step") -> None:
+    """From here on a call of owner.name writes `phase` to the open file as it begins, waits, and `then` as it ends."""
     original = getattr(owner, name)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ def mark_phase(file: int, phase: str, owner: Any, name: str, seconds: float = 0.
         try:
             return original(*args, **kwargs)
         finally:
-            os.pwrite(file, b"step".ljust(10), 0)
+            os.pwrite(file, then.ljust(10).encode(), 0)
 
     setattr(owner, name, marked)
 
