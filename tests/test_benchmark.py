@@ -1,10 +1,18 @@
 """tools/benchmark.py: what it makes of a run that it stops, and of a profile."""
 
+import launch  # noqa: F401  (before torch)
+
 import argparse
+import functools
+import signal
+import subprocess
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.autograd import DeviceType
 
 import benchmark
@@ -20,14 +28,17 @@ def note(state):
 def stop(*_):
     note("preempted")
     sys.exit(0)
+def wait():
+    (folder / "waits").touch()
+    time.sleep(100)
 """
 LINE = '(folder / "metrics.jsonl").write_text(json.dumps({"step": 7, "train/loss": 2.0}) + "\\n")'
 # How a run goes on -> the state that counts, or the error.
 RUNS = {
-    "is_stopped_while_it_ends": (f'{LINE}; note("finished"); time.sleep(100)', "finished"),
-    "saves_when_it_is_stopped": (f'{LINE}; note("running"); signal.signal(15, stop); time.sleep(100)', "preempted"),
-    "is_stopped_before_its_first_step": ('note("running"); signal.signal(15, stop); time.sleep(100)', "its first step"),
-    "dies_when_it_is_stopped": (f'{LINE}; note("running"); time.sleep(100)', "failed with"),
+    "is_stopped_while_it_ends": (f'{LINE}; note("finished"); wait()', "finished"),
+    "saves_when_it_is_stopped": (f'{LINE}; note("running"); signal.signal(15, stop); wait()', "preempted"),
+    "is_stopped_before_its_first_step": ('note("running"); signal.signal(15, stop); wait()', "its first step"),
+    "dies_when_it_is_stopped": (f'{LINE}; note("running"); wait()', "failed with"),
     "fails_by_itself": (f'{LINE}; note("finished"); sys.exit("the disk is full")', "the disk is full"),
 }
 
@@ -36,21 +47,68 @@ RUNS = {
 def test_a_run_past_its_timeout_is_stopped_and_counts(monkeypatch, tmp_path):
     """Real signals through torchrun, to scripts that end as a run may."""
     monkeypatch.setattr(benchmark, "ROOT", tmp_path)
-    args = argparse.Namespace(nproc=1, overrides=[], timeout=25)
 
     def outcome(name):
         (tmp_path / f"{name}.py").write_text(RUN + RUNS[name][0])
+        args = argparse.Namespace(nproc=1, overrides=[], timeout=300)
+        has_ended = threading.Event()
+
+        def time_out():  # once the script is where it waits, however long its start took
+            while not has_ended.wait(0.1):
+                if (tmp_path / name / "waits").exists():
+                    args.timeout = 0
+
+        waiting = threading.Thread(target=time_out)
+        waiting.start()
         try:
             lines, status = benchmark.run(name, tmp_path / name, args)
         except SystemExit as error:
             return str(error)
+        finally:
+            has_ended.set()
+            waiting.join()
         assert lines == [{"step": 7, "train/loss": 2.0}]
         return status["state"]
 
     with ThreadPoolExecutor() as pool:
         got = dict(zip(RUNS, pool.map(outcome, RUNS), strict=True))
     for name, (_, want) in RUNS.items():
-        assert want in got[name], name
+        assert want in got[name], (name, got[name])
+        assert benchmark.processes_of(tmp_path / name) == []
+
+
+def test_a_rank_that_torchrun_left_behind_is_ended(tmp_path, monkeypatch):
+    """As happens where torchrun is signalled while it starts the rank: here it has gone already."""
+    monkeypatch.setattr(benchmark, "STOP_S", 0.5)
+    command = [sys.executable, "-c", "import time; time.sleep(100)", f"output_dir={tmp_path}"]
+    for ignoring in (False, True):
+        hook = functools.partial(signal.signal, signal.SIGTERM, signal.SIG_IGN) if ignoring else None
+        left = subprocess.Popen(command, preexec_fn=hook)
+        gone = subprocess.Popen(["true"])
+        threading.Thread(target=left.wait).start()  # as init does
+        assert benchmark.ended(gone, tmp_path) is not ignoring
+        assert left.wait() == (-signal.SIGKILL if ignoring else -signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["step"], "step needs a CUDA GPU"),
+        (["profile", "--script", "train_ddp"], "profile needs a CUDA GPU"),
+        (["train"], "--scripts train_mfsdp needs a CUDA GPU"),
+        (["save"], "--scripts train_mfsdp needs a CUDA GPU"),
+    ],
+)
+def test_what_needs_a_gpu_says_so_in_one_line(monkeypatch, capsys, tmp_path, arguments, key):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *arguments, "--output", str(tmp_path / "new/x.json")])
+    with pytest.raises(SystemExit) as raised:
+        benchmark.main()
+    error = capsys.readouterr().err
+    assert raised.value.code == 2
+    assert error.startswith(f"error: {key}")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_profile_counts_kernels_and_not_the_ranges_around_them():

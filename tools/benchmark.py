@@ -30,6 +30,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -43,7 +44,7 @@ from typing import Any, cast
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 NO_EVALUATION = ("evaluation.every_n_steps=null", "evaluation.every_n_epochs=null")
-STOP_S = 60  # for a run to save and end in
+STOP_S = 60  # for a run to save and end in, after each of two signals
 PACKAGES = ("torch", "torchvision", "timm", "megatron-fsdp", "transformer-engine", "hydra-core")
 PACKAGES += ("pillow", "nvidia-dali-cuda120")
 
@@ -84,6 +85,36 @@ def config_name_and_overrides(arguments: list[str]) -> tuple[str, list[str]]:
     return arguments[at + 1], arguments[:at] + arguments[at + 2 :]
 
 
+def processes_of(folder: Path) -> list[int]:
+    """The processes of a run, by its output_dir on their command lines: torchrun, ranks, loader workers."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if f"output_dir={folder}".encode() in each.read_bytes().split(b"\0"):
+                found.append(int(each.parent.name))
+    return found
+
+
+def ended(torchrun: subprocess.Popen, folder: Path) -> bool:
+    """Wait for all processes of a run that is ending; whether it took no SIGKILL.
+
+    torchrun leaves a rank behind if it is signalled while it starts it: SignalException comes out of Popen, before the
+    process is anybody's (seen with torch 2.14.1). So those that are still there are signalled themselves.
+    """
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        for pid in processes_of(folder) if number else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + STOP_S
+        while torchrun.poll() is None or processes_of(folder):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        else:
+            return number is not signal.SIGKILL
+    return False
+
+
 def run(
     script: str, folder: Path, args: argparse.Namespace, *overrides: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -91,20 +122,22 @@ def run(
 
     Past --timeout it is stopped as a preempted run is: it saves, and what it measured counts.
     """
+    folder = folder.absolute()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"]
     command += [ROOT / f"{script}.py", *args.overrides, f"output_dir={folder}", *overrides]
-    was_stopped = False
-    process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        _, errors = process.communicate(timeout=args.timeout)
-    except subprocess.TimeoutExpired:
-        was_stopped = True
-        process.terminate()
-        try:
-            _, errors = process.communicate(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            sys.exit(f"{script} had not ended {STOP_S} s after it was stopped at --timeout={args.timeout:g}")
+    with tempfile.TemporaryFile("w+") as log:  # no pipe: a rank that outlives torchrun would keep it open
+        process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=log)
+        started = time.monotonic()
+        while process.poll() is None and time.monotonic() - started < args.timeout:
+            time.sleep(0.05)
+        was_stopped = process.poll() is None
+        if was_stopped:
+            process.terminate()
+        has_ended = ended(process, folder)
+        log.seek(0)
+        errors = log.read()
+    if not has_ended:
+        sys.exit(f"{script} had not ended {STOP_S} s after it was stopped at --timeout={args.timeout:g}")
     status = json.loads((folder / "status.json").read_text()) if (folder / "status.json").exists() else {}
     # One that is stopped while it ends has finished, too.
     if process.returncode and not (was_stopped and status.get("state") in ("preempted", "finished")):
@@ -414,8 +447,6 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.profiler import ProfilerActivity, schedule
 
-    if not torch.cuda.is_available():
-        sys.exit("error: profile needs a GPU")
     config_name, overrides = config_name_and_overrides(args.overrides)
     # One folder for all ranks; what a run writes there is of no interest.
     folder = Path(tempfile.gettempdir()) / f"profile-{os.environ.get('MASTER_PORT', os.getpid())}"
@@ -520,6 +551,20 @@ def plot(args: argparse.Namespace) -> None:
     figure.savefig(args.output, dpi=100)
 
 
+def check_device(args: argparse.Namespace) -> None:
+    """Refuse, in one line, what this machine cannot measure."""
+    from launch import exit_with
+
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    if args.what in ("step", "profile"):
+        exit_with(f"{args.what} needs a CUDA GPU, and torch sees none: run it on a machine with one")
+    if "train_mfsdp" in getattr(args, "scripts", ()):
+        exit_with("--scripts train_mfsdp needs a CUDA GPU, and torch sees none: give --scripts train_ddp train_fsdp2")
+
+
 def main() -> None:
     """Parse, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -564,6 +609,7 @@ def main() -> None:
     sub.add_argument("files", nargs="+", type=Path)
     sub.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
+    check_device(args)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     if args.what == "plot":
         plot(args)
