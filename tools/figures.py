@@ -54,7 +54,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "step": ("vit.py", "vit_te.py", "modeling.py", "optim.py"),
     "tests": (*STRATEGIES, "checkpoint.py"),
     "tests_preemption": STOPPING,
-    "torchdata": ("imagenet_dataset.py",),
+    "torchdata": ("imagenet_dataset.py", "tools/compare_torchdata.py"),
     "train": STRATEGIES,
 }
 
