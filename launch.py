@@ -11,6 +11,7 @@ entrypoint it listens for signals from then on.
 import argparse
 import contextlib
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -30,6 +31,7 @@ from runtime import console, preemption
 
 PROJECT_DIR = Path(__file__).resolve().parent
 CONFIG_DIR = PROJECT_DIR / "config"
+GROUPS = ("model", "data")  # the parts of a config that are files to choose from
 
 
 def exit_with(message: str, *, rank_variable: str | None = "RANK", code: int = 2) -> NoReturn:
@@ -98,7 +100,16 @@ check_versions()
 if IS_ENTRYPOINT:
     import_timm_without_wandb()
 
-from schema import Config, ConfigError, RankError, RunError, known_keys, split_batch  # noqa: E402  (after the versions' check)
+from schema import (  # noqa: E402  (after the versions' check)
+    Config,
+    ConfigError,
+    RankError,
+    RunError,
+    idle_keys,
+    known_keys,
+    split_batch,
+    to_plain,
+)
 
 
 def check_script(cfg: Config, script: str, world_size: int) -> None:
@@ -191,6 +202,54 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
         raise ConfigError("fsdp2.cpu_offload=true needs a CUDA GPU: without one everything is in host memory already")
 
 
+def check_options(cfg: Config, script: str, typed: list[str]) -> str | None:
+    """Refuse by name what the command line gives and this run would pass over; a sentence on what its files give so.
+
+    What somebody types is meant for this run. What stands in a file may be meant for another: a recipe serves all three
+    scripts, and a switch that is turned off on the command line leaves the file's values for it behind.
+
+    Args:
+        cfg: the run's.
+        script: the entrypoint's name.
+        typed: keys of the command line, sections among them.
+
+    Raises:
+        ConfigError: a typed key, unless it has its default or asks for nothing (null, false, 0).
+    """
+    idle, standard = idle_keys(cfg, script), _leaves(_base_values())
+    passed_over: dict[str, list[str]] = {}
+    for key, value in _leaves(to_plain(cfg)).items():
+        where = next((part for part in idle if f"{key}.".startswith(f"{part}.")), None)
+        asks_for_nothing = not value and where not in ("ddp", "fsdp2", "mfsdp")
+        if where is None or asks_for_nothing or value == standard.get(key):
+            continue
+        why, fix = idle[where]
+        shown = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        if any(f"{key}.".startswith(f"{given}.") for given in typed):
+            raise ConfigError(f"{shown} does nothing {why}: leave it out, or {fix}")
+        passed_over.setdefault(why, []).append(shown)
+    said = [f"{', '.join(keys)} {why}" for why, keys in passed_over.items()]
+    return f"without effect in this run: {'; '.join(said)}" if said else None
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with dotted keys."""
+    leaves = {}
+    for key, value in values.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return leaves
+
+
+@functools.cache
+def _base_values() -> dict[str, Any]:
+    """Each key's value in the base files, from which all configs start."""
+    import yaml
+
+    parts = {"": "defaults", "model": "model/vit_base_patch16_224", "data": "data/imagenet"}
+    loaded = {name: yaml.safe_load((CONFIG_DIR / f"{file}.yaml").read_text()) for name, file in parts.items()}
+    return loaded.pop("") | loaded
+
+
 def _is_importable(package: str) -> bool:
     """Whether the package is installed; a folder of its name, such as wandb leaves behind, is no package."""
     found = importlib.util.find_spec(package)
@@ -261,8 +320,35 @@ def _complaints() -> tuple[type[Exception], ...]:
     return HydraException, OmegaConfBaseException, ValidationError
 
 
+# The two keys of a length, in steps and in epochs.
+LENGTHS = (
+    ("num_train_steps", "num_epochs"),
+    ("lr_scheduler.num_warmup_steps", "lr_scheduler.num_warmup_epochs"),
+    ("evaluation.every_n_steps", "evaluation.every_n_epochs"),
+    ("checkpoint.save_every_n_steps", "checkpoint.save_every_n_epochs"),
+)
+
+
+def _typed(overrides: list[str]) -> dict[str, Any]:
+    """Key -> value of what a command line gives, but for the choice of a file in config/model/ or config/data/."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = [o for o in OverridesParser.create().parse_overrides(overrides) if not o.is_delete()]
+    return {o.key_or_group: o.value() for o in parsed if not (o.key_or_group in GROUPS and isinstance(o.value(), str))}
+
+
+def _other_lengths(typed: dict[str, Any]) -> list[str]:
+    """Overrides that unset a file's length where the command line gives it by the other key alone."""
+    extra = []
+    for pair in LENGTHS:
+        for given, other in (pair, pair[::-1]):
+            if typed.get(given) is not None and other not in typed:
+                extra.append(f"{other}=null")
+    return extra
+
+
 def load_config(config_name: str = "L0_sanity", overrides: list[str] | None = None, *, script: str = "test") -> Config:
-    """Compose and check a config from Python, as the command line of `script` would.
+    """Compose and check a config from Python, as the command line of `script` would, but for `check_options`.
 
     Raises:
         ConfigError: a typo, a wrong type or a contradiction, in one line.
@@ -271,10 +357,11 @@ def load_config(config_name: str = "L0_sanity", overrides: list[str] | None = No
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    complaints = _complaints()
+    complaints, overrides = _complaints(), overrides or []
     try:
+        overrides = [*overrides, *_other_lengths(_typed(overrides)), f"hydra.job.name={script}"]
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3", job_name=script):
-            raw = hydra.compose(config_name, [*(overrides or []), f"hydra.job.name={script}"], return_hydra_config=True)
+            raw = hydra.compose(config_name, overrides, return_hydra_config=True)
         HydraConfig.instance().set_config(raw)
         OmegaConf.set_struct(raw, False)
         raw.pop("hydra")
@@ -304,10 +391,11 @@ def _flags_and_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
-def _compose_from_command_line(script: str) -> Config:
-    """Run hydra.main for its command line (--config-name, --cfg, --help, overrides), and only for that.
+def compose(script: str, arguments: list[str]) -> tuple[Config, list[str]]:
+    """The config of a command line of `script`, by hydra.main, and the keys that it gives.
 
-    Training runs outside Hydra, which would otherwise catch its exceptions and set up logging of its own.
+    hydra.main is there for the command line (--config-name, --cfg, --help, overrides), and only for that. Training runs
+    outside Hydra, which would otherwise catch its exceptions and set up logging of its own.
 
     Raises:
         ConfigError: a typo, a wrong type or a contradiction, in one line.
@@ -316,7 +404,7 @@ def _compose_from_command_line(script: str) -> Config:
 
     complaints, composed = _complaints(), []
 
-    if {"-m", "--multirun"} & set(sys.argv[1:]):
+    if {"-m", "--multirun"} & set(arguments):
         raise ConfigError("--multirun would train run after run under one torchrun: start one command a run")
 
     @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="L0_sanity")
@@ -324,11 +412,12 @@ def _compose_from_command_line(script: str) -> Config:
         composed.append(_to_config(raw))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing several lines and exiting
-    flags, overrides = _flags_and_overrides(sys.argv[1:])
-    ours = ["hydra/job_logging=none", "hydra/hydra_logging=none", f"hydra.job.name={script}"]
-    sys.argv[1:] = [*flags, *overrides, *ours]
+    flags, overrides = _flags_and_overrides(arguments)
     complaint = io.StringIO()
     try:
+        typed = _typed(overrides)
+        ours = ["hydra/job_logging=none", "hydra/hydra_logging=none", f"hydra.job.name={script}"]
+        sys.argv[1:] = [*flags, *overrides, *_other_lengths(typed), *ours]
         with contextlib.redirect_stderr(complaint):
             keep()
     except complaints as error:
@@ -339,7 +428,7 @@ def _compose_from_command_line(script: str) -> Config:
         raise
     if not composed:  # --help, --cfg, --info: Hydra printed what was asked for
         sys.exit(0)
-    return composed[0]
+    return composed[0], list(typed)
 
 
 def use_srun() -> None:
@@ -403,8 +492,9 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
     script = Path(sys.argv[0]).stem
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        cfg = _compose_from_command_line(script)
+        cfg, typed = compose(script, sys.argv[1:])
         check_script(cfg, script, world_size)
+        note = check_options(cfg, script, typed)
         split_batch(cfg, world_size)
     except ConfigError as error:
         exit_with(str(error))
@@ -412,6 +502,8 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
         sizes = imagenet_dataset.run_sizes(cfg, world_size)
     except ConfigError as error:  # about files: each node has its own, and the first rank of each speaks
         exit_with(str(error), rank_variable="LOCAL_RANK")
+    if note and os.environ.get("RANK", "0") == "0":
+        print(f"note: {note}", file=sys.stderr, flush=True)
     try:
         profiling.check(cfg, sizes)
         record(main)(cfg)  # torchrun then shows this process's error as the root cause

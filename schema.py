@@ -802,6 +802,76 @@ def known_keys(cls: type = Config, prefix: str = "") -> list[str]:
     return keys
 
 
+def idle_keys(cfg: Config, script: str) -> dict[str, tuple[str, str]]:
+    """Keys and sections that do nothing in a run of `script` with this config -> why, and what puts them to work.
+
+    What contradicts is refused by the rules above and by launch.check_script; this is what would be passed over.
+    """
+    found: dict[str, tuple[str, str]] = {}
+
+    def idle(section: str, keys: str, why: str, fix: str) -> None:
+        for key in keys.split():
+            found.setdefault(
+                f"{section}.{key}" if section else key, (why, fix)
+            )  # the first reason is to be mended first
+
+    for strategy in ("ddp", "fsdp2", "mfsdp"):
+        if script != f"train_{strategy}":
+            idle("", strategy, f"in {script}.py", f"use train_{strategy}.py")
+    if cfg.model.drop_path_rate == 0:
+        idle("model", "drop_path_schedule", "with model.drop_path_rate=0", "give model.drop_path_rate a value")
+    if not cfg.model.class_token and not cfg.model.reg_tokens:
+        why = "with model.class_token=false and model.reg_tokens=0"
+        idle("model", "no_embed_class", why, "set model.class_token=true")
+    if cfg.model.freeze == "backbone":
+        idle("optimizer", "layer_decay", "with model.freeze=backbone", "set model.freeze=null")
+
+    source = f"with data.source={cfg.data.source}"
+    if cfg.data.source == "synthetic":
+        reading = "path decoder exif_orientation max_pixels on_error interpolation crop_pct"
+        augmentation = "crop_scale crop_ratio hflip vflip auto_augment color_jitter random_erasing"
+        idle("data", f"{reading} {augmentation}", f"{source}, images of noise", "use data.source=folder")
+    else:
+        idle("data", "num_synthetic_train num_synthetic_val", source, "use data=synthetic")
+    if cfg.data.source != "webdataset":
+        idle("data", "shard_streams", source, "use data.source=webdataset")
+    if cfg.data.num_workers == 0:
+        idle("data", "worker_timeout_s", "with data.num_workers=0", "set data.num_workers=1")
+    if cfg.data.on_error != "skip":
+        idle("data", "max_errors", f"with data.on_error={cfg.data.on_error}", "set data.on_error=skip")
+    if not (cfg.data.mixup and cfg.data.cutmix):
+        why, fix = f"with data.mixup={cfg.data.mixup:g} and data.cutmix={cfg.data.cutmix:g}", "set both above 0"
+        idle("data", "mixup_switch_prob", why, fix)
+        if not (cfg.data.mixup or cfg.data.cutmix):
+            idle("data", "mixup_prob", why, "set one of them above 0")
+
+    schedule = cfg.lr_scheduler
+    if schedule.name in ("rsqrt", "constant") and not schedule.num_cooldown_steps:
+        why = f"with lr_scheduler.name={schedule.name} and lr_scheduler.num_cooldown_steps=0"
+        idle("lr_scheduler", "num_training_steps", why, "give lr_scheduler.num_cooldown_steps")
+    if cfg.ema.decay is None:
+        idle("ema", "use_warmup warmup_gamma warmup_power", "with ema.decay=null", "set ema.decay=0.9999")
+    elif not cfg.ema.use_warmup:
+        idle("ema", "warmup_gamma warmup_power", "with ema.use_warmup=false", "set ema.use_warmup=true")
+    if (cfg.evaluation.every_n_steps, cfg.evaluation.every_n_epochs) == (None, None):
+        idle("evaluation", "best_metric", "without evaluations", "give evaluation.every_n_epochs")
+    if cfg.checkpoint.ckpt_dir is None:
+        saving = "save_every_n_steps save_every_n_epochs async_save max_checkpoints save_final_model"
+        why, fix = "with checkpoint.ckpt_dir=null", "give checkpoint.ckpt_dir a folder"
+        idle("checkpoint", f"{saving} resume_from_checkpoint", why, fix)
+    if cfg.wandb.mode == "disabled":
+        idle("wandb", "init_args", "with wandb.mode=disabled", "set wandb.mode=offline")
+    if not cfg.profiler.trace:
+        idle("profiler", "record_shapes with_stack", "with profiler.trace=false", "set profiler.trace=true")
+        if not cfg.profiler.memory_snapshot:
+            why = "with profiler.trace=false and profiler.memory_snapshot=false"
+            idle("profiler", "first_step num_steps ranks", why, "set profiler.trace=true")
+    if not cfg.fp8_config.enabled:
+        recipe = "fp8_recipe fp8_format fp8_recipe_kwargs"
+        idle("fp8_config", recipe, "with fp8_config.enabled=false", "set fp8_config.enabled=true")
+    return found
+
+
 def to_plain(cfg: Config) -> dict[str, Any]:
     """The config as dicts, lists and scalars, as it stands in config.yaml."""
     return json.loads(json.dumps(dataclasses.asdict(cfg)))

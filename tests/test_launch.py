@@ -263,6 +263,9 @@ def run_launch(monkeypatch, tmp_path, capsys):
         (["num_train_steps=5", "num_epochs=1"], ["num_epochs=1", "num_train_steps"]),
         (["--no-such-flag"], ["--no-such-flag"]),
         (["--multirun", "seed=1,2"], ["--multirun", "one command a run"]),
+        (["ema.use_warmup=true"], ["ema.use_warmup=true does nothing", "ema.decay=null"]),
+        (["ema={use_warmup: true}"], ["ema.use_warmup=true does nothing", "ema.decay=null"]),
+        (["++fsdp2.cpu_offload=true"], ["fsdp2.cpu_offload=true does nothing in train_ddp.py", "train_fsdp2.py"]),
     ],
 )
 def test_mistake_on_the_command_line_is_one_line_and_exit_code_2(run_launch, tmp_path, arguments, fragments):
@@ -304,6 +307,36 @@ def test_right_command_line_reaches_main(run_launch, image_folder):
     assert run_launch(*overrides, main=main)[0] is None
     expected = launch.load_config("L0_sanity", overrides, script="train_ddp")
     assert found == [expected]
+
+
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+def test_what_a_file_gives_without_effect_is_said_by_one_rank(run_launch, image_folder, tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [L0_sanity, _self_]\nfsdp2: {cpu_offload: true}\n")
+    arguments = ["--config-dir", str(tmp_path), "--config-name", "mine", f"data.path={image_folder}"]
+    arguments += ["global_batch_size=24"]
+    code, err = run_launch(*arguments)
+    assert (code, err) == (None, "note: without effect in this run: fsdp2.cpu_offload=true in train_ddp.py\n")
+    assert run_launch(*arguments, rank=1, local_rank=1, world_size=2) == (None, "")
+
+
+LENGTHS = {  # typed -> the lengths that the run has, of L0_sanity's or of cifar10_vit's
+    ("L0_sanity", "num_epochs=3"): (("num_train_steps", None), ("num_epochs", 3)),
+    ("L0_sanity", "+num_epochs=3"): (("num_train_steps", None), ("num_epochs", 3)),
+    ("cifar10_vit", "num_train_steps=70"): (("num_train_steps", 70), ("num_epochs", None)),
+    ("cifar10_vit", "lr_scheduler.num_warmup_steps=7"): (("lr_scheduler.num_warmup_epochs", None),),
+    ("L0_sanity", "evaluation.every_n_epochs=2"): (("evaluation.every_n_steps", None),),
+    ("L0_sanity", "checkpoint.save_every_n_epochs=2"): (("checkpoint.save_every_n_steps", None),),
+    ("L0_sanity", "evaluation.every_n_epochs=null"): (("evaluation.every_n_steps", 200),),
+}
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_a_length_that_is_typed_goes_before_the_files_other_one(case):
+    name, override = case
+    cfg = launch.load_config(name, [override, "data.path=unused"], script="train_ddp")
+    for key, value in LENGTHS[case]:
+        section, _, field = key.rpartition(".")
+        assert getattr(getattr(cfg, section) if section else cfg, field) == value
 
 
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # of torch's `record`, under pytest's capture
