@@ -240,6 +240,18 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
+def check_demo(arguments: list[str]) -> str | None:
+    """A sentence for a model that is chosen without a config for it: the rest is then the demo's."""
+    flags, overrides = _flags_and_overrides(arguments)
+    chosen = [override for override in overrides if override.startswith("model=") and override != "model=micro"]
+    if not chosen or any(flag.split("=")[0] in ("--config-name", "-cn") for flag in flags):
+        return None
+    return (
+        f"{chosen[-1]} without --config-name: all else is that of L0_sanity, the demo (its images, learning rate and "
+        "precision); for ImageNet add --config-name vit_base_patch16_224 data.path=/data/imagenet"
+    )
+
+
 @functools.cache
 def _base_values() -> dict[str, Any]:
     """Each key's value in the base files, from which all configs start."""
@@ -491,10 +503,11 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
         exit_with(str(error), rank_variable=None)
     script = Path(sys.argv[0]).stem
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    arguments = sys.argv[1:]
     try:
-        cfg, typed = compose(script, sys.argv[1:])
+        cfg, typed = compose(script, arguments)
         check_script(cfg, script, world_size)
-        note = check_options(cfg, script, typed)
+        notes = [check_options(cfg, script, typed), check_demo(arguments)]
         split_batch(cfg, world_size)
     except ConfigError as error:
         exit_with(str(error))
@@ -502,8 +515,9 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
         sizes = imagenet_dataset.run_sizes(cfg, world_size)
     except ConfigError as error:  # about files: each node has its own, and the first rank of each speaks
         exit_with(str(error), rank_variable="LOCAL_RANK")
-    if note and os.environ.get("RANK", "0") == "0":
-        print(f"note: {note}", file=sys.stderr, flush=True)
+    for note in notes if os.environ.get("RANK", "0") == "0" else ():
+        if note:
+            print(f"note: {note}", file=sys.stderr, flush=True)
     try:
         profiling.check(cfg, sizes)
         record(main)(cfg)  # torchrun then shows this process's error as the root cause

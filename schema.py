@@ -158,16 +158,6 @@ class ModelConfig:
                     f"model.{key}={json.dumps(getattr(self, key))} with model.implementation={self.implementation}, "
                     "which has no such thing: set model.implementation=ours"
                 )
-        if self.transformer_engine and self.act_layer == "gelu":
-            raise ConfigError(
-                "model.act_layer=gelu with model.transformer_engine=true: TransformerEngine's GELU is the tanh form; "
-                "set model.act_layer=gelu_tanh"
-            )
-        if self.transformer_engine and not self.fused_attn:
-            raise ConfigError(
-                "model.fused_attn=false with model.transformer_engine=true, whose attention is always fused: "
-                "set model.fused_attn=true"
-            )
 
 
 _NUMBER, _PART = r"\d+(?:\.\d+)?", r"0\.\d*[1-9]\d*"
@@ -759,16 +749,8 @@ class Config:
                 f"model.representation_size={self.model.representation_size} cannot be exported, timm's ViTs have a "
                 "linear head: set checkpoint.save_final_model=false"
             )
-        if self.model.transformer_engine and self.compile:
-            raise ConfigError(
-                "compile=true with model.transformer_engine=true: torch.compile cannot see into TransformerEngine's "
-                "layers; set one of them to false"
-            )
-        if self.model.transformer_engine and self.precision != "bf16":
-            raise ConfigError(f"precision={self.precision} with model.transformer_engine=true: set precision=bf16")
+        self._check_transformer_engine()
         if self.fp8_config.enabled:
-            if not self.model.transformer_engine:
-                raise ConfigError("fp8_config.enabled=true needs model.transformer_engine=true")
             hidden = int(self.model.embed_dim * self.model.mlp_ratio)
             for key, width in (("embed_dim", self.model.embed_dim), ("embed_dim x model.mlp_ratio", hidden)):
                 if width % 16:
@@ -789,6 +771,26 @@ class Config:
             raise ConfigError(
                 f"lr_scheduler.warmup_start_lr={self.lr_scheduler.warmup_start_lr} is above "
                 f"optimizer.lr={self.optimizer.lr}: lower it"
+            )
+
+    def _check_transformer_engine(self) -> None:
+        """One line with everything that TransformerEngine's layers want and this config has otherwise."""
+        asked_for = "fp8_config.enabled" if self.fp8_config.enabled else "model.transformer_engine"
+        if not (self.fp8_config.enabled or self.model.transformer_engine):
+            return
+        wants = (
+            (not self.model.transformer_engine, "model.transformer_engine=false", "true", "FP8 is in its layers only"),
+            (self.model.act_layer == "gelu", "model.act_layer=gelu", "gelu_tanh", "its GELU is the tanh form"),
+            (not self.model.fused_attn, "model.fused_attn=false", "true", "its attention is always fused"),
+            (self.compile, "compile=true", "false", "torch.compile cannot see into its layers"),
+            (self.precision != "bf16", f"precision={self.precision}", "bf16", "it computes in BF16"),
+        )
+        is_not_so = [(given, f"{given.split('=')[0]}={wanted}", why) for is_off, given, wanted, why in wants if is_off]
+        if is_not_so:
+            given, fixes, reasons = (list(part) for part in zip(*is_not_so, strict=True))
+            raise ConfigError(
+                f"{asked_for}=true with {' '.join(given)} ({'; '.join(reasons)}): set {' '.join(fixes)}, or start from "
+                "--config-name vit_te_base_patch16_224"
             )
 
 

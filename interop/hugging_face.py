@@ -31,20 +31,27 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fc_norm": (lambda value: not value, "its norm is before the pooling"),
     "representation_size": (lambda value: value is None, "its head is linear"),
 }
+# Option -> the value to give it, where it is not false, null or 0; images and patches of two sides have none.
+TO_GIVE = {"class_token": "true", "global_pool": "token", "proj_bias": "true", "img_size": None, "patch_size": None}
+TO_GIVE |= dict.fromkeys(("no_embed_class", "qk_norm", "pre_norm", "fc_norm"), "false")
+TO_GIVE |= dict.fromkeys(("init_values", "representation_size"), "null")
 
 
 def check(cfg: ModelConfig) -> None:
     """Refuse a model that Hugging Face's ViT cannot express, or any if transformers is not installed.
 
     Raises:
-        ConfigError: names the key, its value and the reason.
+        ConfigError: names the key, its value, the reason and all that is to be given to have it.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("model.implementation=hf, but transformers is not installed: pip install -r requirements.txt")
     rates = [field.name for field in dataclasses.fields(cfg) if field.name.endswith("_rate")]
     limits = LIMITS | {rate: (lambda value: value == 0, "its dropout is elsewhere") for rate in rates}
-    for key, (supports, why) in limits.items():
-        value = getattr(cfg, key)
-        if not supports(value):
-            value = json.dumps(value).strip('"')
-            raise ConfigError(f"model.{key}={value} with model.implementation=hf: {why}; use ours or timm")
+    refused = [(key, why) for key, (supports, why) in limits.items() if not supports(getattr(cfg, key))]
+    if not refused:
+        return
+    key, why = refused[0]
+    value = json.dumps(getattr(cfg, key)).strip('"')
+    to_give = [f"model.{key}={TO_GIVE.get(key, 0)}" for key, _ in refused if TO_GIVE.get(key, 0) is not None]
+    advice = f"add {' '.join(to_give)}, or " if len(to_give) == len(refused) else ""
+    raise ConfigError(f"model.{key}={value} with model.implementation=hf: {why}; {advice}use ours or timm")

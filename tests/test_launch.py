@@ -309,6 +309,54 @@ def test_right_command_line_reaches_main(run_launch, image_folder):
     assert found == [expected]
 
 
+# The first commands that somebody tries
+
+ALONE = {  # what is typed, on the default config -> what the one line must contain
+    "model.implementation=hf": ["model.class_token=false", "add model.class_token=true model.global_pool=token, or"],
+    "fp8_config.enabled=true": [
+        "fp8_config.enabled=true with model.transformer_engine=false model.act_layer=gelu precision=fp32",
+        "set model.transformer_engine=true model.act_layer=gelu_tanh precision=bf16, or",
+        "--config-name vit_te_base_patch16_224",
+    ],
+    "model.transformer_engine=true": ["set model.act_layer=gelu_tanh precision=bf16, or"],
+    "fp8_config.enabled=true --config-name vit_base_patch16_224 data.path=unused": ["gelu_tanh compile=false, or"],
+}
+
+
+@pytest.mark.parametrize("typed", ALONE)
+def test_one_line_says_all_that_is_to_be_added(run_launch, typed):
+    code, err = run_launch(*typed.split())
+    assert (code, len(err.splitlines())) == (2, 1), err
+    for fragment in ALONE[typed]:
+        assert fragment in err
+    added = re.search(r"(?:set|add) (.*), or (?!it|leave)", err)[1].split()
+    _, err = run_launch(*typed.split(), *added)
+    assert not re.search("with model|act_layer|precision", err), err  # but that there is no GPU, perhaps
+
+
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+@pytest.mark.parametrize("typed", ["data=synthetic", "num_epochs=1", "evaluation.every_n_epochs=1"])
+def test_what_needs_nothing_more_runs_as_it_is(run_launch, typed):
+    assert run_launch(typed) == (None, "")
+
+
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+@pytest.mark.parametrize(
+    ("arguments", "is_said"),
+    [
+        (["model=vit_large_patch16_224"], True),
+        (["model=micro"], False),
+        (["model=vit_large_patch16_224", "--config-name", "L0_sanity"], False),
+        (["model=vit_large_patch16_224", "-cn=vit_base_patch16_224", "data=synthetic"], False),
+    ],
+)
+def test_a_large_model_on_the_demos_config_is_said(run_launch, arguments, is_said):
+    code, err = run_launch(*arguments)
+    assert code is None
+    assert ("add --config-name vit_base_patch16_224 data.path=" in err) == is_said
+    assert len(err.splitlines()) == is_said
+
+
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
 def test_what_a_file_gives_without_effect_is_said_by_one_rank(run_launch, image_folder, tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [L0_sanity, _self_]\nfsdp2: {cpu_offload: true}\n")
