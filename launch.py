@@ -107,6 +107,7 @@ from schema import (  # noqa: E402  (after the versions' check)
     RunError,
     idle_keys,
     known_keys,
+    leaves,
     split_batch,
     to_plain,
 )
@@ -216,9 +217,9 @@ def check_options(cfg: Config, script: str, typed: list[str]) -> str | None:
     Raises:
         ConfigError: a typed key, unless it has its default or asks for nothing (null, false, 0).
     """
-    idle, standard = idle_keys(cfg, script), _leaves(_base_values())
+    idle, standard = idle_keys(cfg, script), leaves(_base_values())
     passed_over: dict[str, list[str]] = {}
-    for key, value in _leaves(to_plain(cfg)).items():
+    for key, value in leaves(to_plain(cfg)).items():
         where = next((part for part in idle if f"{key}.".startswith(f"{part}.")), None)
         asks_for_nothing = not value and where not in ("ddp", "fsdp2", "mfsdp")
         if where is None or asks_for_nothing or value == standard.get(key):
@@ -230,14 +231,6 @@ def check_options(cfg: Config, script: str, typed: list[str]) -> str | None:
         passed_over.setdefault(why, []).append(shown)
     said = [f"{', '.join(keys)} {why}" for why, keys in passed_over.items()]
     return f"without effect in this run: {'; '.join(said)}" if said else None
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, with dotted keys."""
-    leaves = {}
-    for key, value in values.items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return leaves
 
 
 def check_demo(arguments: list[str]) -> str | None:

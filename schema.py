@@ -879,6 +879,14 @@ def to_plain(cfg: Config) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(cfg)))
 
 
+def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with dotted keys."""
+    flat = {}
+    for key, value in values.items():
+        flat |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchSplit:
     """How a global batch is cut: micro_batch_size images a rank and forward pass, `accumulation` passes a step."""

@@ -21,7 +21,7 @@ from observability.metrics import MetricLogger, Speed, top_k_hits
 from observability.profiling import Profiler
 from optim import clip_grad_norm_, lr_at
 from runtime import cuda_graphs, preemption, seeding, shared_memory
-from runtime.run_folder import set_status
+from runtime.run_folder import changed_keys, set_status, write_config
 from runtime.session import Session
 from schema import Config, LossConfig, RunError, RunSizes
 
@@ -95,6 +95,9 @@ def train(
     """
     train_loader, val_loader = loaders
     total_steps, saves = sizes.num_train_steps, cfg.checkpoint.ckpt_dir is not None
+    was_finished = resumed.step >= total_steps and not resumed.is_unscored
+    if not was_finished:
+        write_config(cfg, session)
     _introduce(run, cfg, session, sizes, start_step=resumed.step)
     shared_memory.warn_if_small(cfg, session)
     normalize, mixup = Normalize(cfg, session.device), Mixup(cfg)
@@ -179,9 +182,10 @@ def train(
             saver.save(progress.step, progress.best, is_unscored=progress.is_unscored)
         logger.info("stopped after step %d: a rank received %s", progress.step, session.stop.signal.name)
     saver.wait()
-    was_finished = resumed.step >= total_steps and not resumed.is_unscored
     if was_finished:
         logger.info("nothing to do: the run is finished (step %d of %d)", resumed.step, total_steps)
+        if session.is_main and (changed := changed_keys(cfg, session)):
+            logger.warning("config.yaml stays as the run had it, without %s", ", ".join(changed[:5]))
     if saves and cfg.checkpoint.save_final_model and not session.stop.signal:
         session.afterwards.append(lambda: checkpoint.save_final_model(cfg, replace=not was_finished))
     metrics.close(progress.step, progress.best)

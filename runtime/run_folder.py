@@ -20,9 +20,9 @@ import torchvision
 import yaml
 from tqdm import tqdm
 
-from runtime.files import write_json
+from runtime.files import write_json, written_whole
 from runtime.session import Session
-from schema import Config, ConfigError, to_plain
+from schema import Config, ConfigError, leaves, to_plain
 
 logger = logging.getLogger(__name__)
 PROJECT_DIR = Path(__file__).resolve().parent.parent
@@ -103,9 +103,24 @@ def _git_commit() -> str:
     return found or "unknown"
 
 
+def write_config(cfg: Config, session: Session) -> None:
+    """config.yaml, on rank 0: with what values the folder's run trains."""
+    if session.is_main:
+        with written_whole(session.output_dir / "config.yaml") as file:
+            yaml.safe_dump(to_plain(cfg), file, sort_keys=False)
+
+
+def changed_keys(cfg: Config, session: Session) -> list[str]:
+    """What this config has otherwise than the folder's config.yaml: key=value, and what the file has."""
+    written = leaves(yaml.safe_load((session.output_dir / "config.yaml").read_text()))
+    now = leaves(to_plain(cfg))
+    return [f"{key}={now[key]} (there {written.get(key)})" for key in now if now[key] != written.get(key)]
+
+
 def write_provenance(cfg: Config, session: Session) -> None:
-    """config.yaml, and what runs on what into the log."""
-    (session.output_dir / "config.yaml").write_text(yaml.safe_dump(to_plain(cfg), sort_keys=False))
+    """What runs on what, into the log; config.yaml of a new run."""
+    if not (session.output_dir / "config.yaml").exists():  # a run that goes on writes it anew, a finished one does not
+        write_config(cfg, session)
     card = torch.cuda.get_device_name() if session.device.type == "cuda" else platform.processor() or "CPU"
     logger.info(
         "torch %s, torchvision %s, timm %s, Python %s, commit %s",
