@@ -301,6 +301,12 @@ class DataConfig:
                     f"data.{key}={value} with data.decoder=nvjpeg, which crops and flips from left to right only: "
                     "use data.decoder=torchvision"
                 )
+        for key, values in (("mean", self.mean), ("std", self.std)):
+            if not all(0 <= value <= 1 for value in values):
+                scaled = [round(value / 255, 4) for value in values]
+                is_of_bytes = max(values) > 1 and min(values) >= 0
+                advice = f"divide those of the 0..255 scale by 255, data.{key}={scaled}" if is_of_bytes else "mend them"
+                raise ConfigError(f"data.{key}={list(values)} is not within 0..1, the scale of pixel values: {advice}")
         if self.crop_scale[0] > self.crop_scale[1] or self.crop_scale[1] > 1:
             raise ConfigError(f"data.crop_scale={list(self.crop_scale)} is not an ascending range within 0..1")
         if self.crop_ratio[0] > self.crop_ratio[1]:

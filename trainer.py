@@ -392,6 +392,9 @@ def _introduce(run: Run, cfg: Config, session: Session, sizes: RunSizes, *, star
         *(cfg.global_batch_size, sizes.micro_batch_size, sizes.world_size, sizes.accumulation),
         *(start_step + 1, total_steps, total_steps * cfg.global_batch_size / num_images, num_images),
     )
+    if session.is_main:
+        for text in _odd_lengths(run, cfg, sizes):
+            logger.warning(text)
     if cfg.data.source != "synthetic":
         for split in ("train", "val"):
             found = list_images(cfg.data, split)
@@ -399,3 +402,23 @@ def _introduce(run: Run, cfg: Config, session: Session, sizes: RunSizes, *, star
             labels = set(np.unique(found.labels).tolist())
             if absent := [name for label, name in enumerate(found.classes) if label not in labels]:
                 logger.warning("%s: no images of %d classes: %s", split, len(absent), ", ".join(absent[:10]))
+
+
+def _odd_lengths(run: Run, cfg: Config, sizes: RunSizes) -> Iterator[str]:
+    """What is allowed, but seldom meant: a warmup or an average that is longer than the run."""
+    steps, peak = sizes.num_train_steps, cfg.optimizer.lr
+    if sizes.num_warmup_steps > steps:
+        last = lr_at(steps, cfg, sizes)
+        yield (
+            f"the warmup of {sizes.num_warmup_steps} steps is longer than the run of {steps}: the learning rate ends "
+            f"at {last:.3g}, {last / peak:.1%} of optimizer.lr={peak:g}; a tenth of the run would be "
+            f"lr_scheduler.num_warmup_steps={steps // 10}"
+        )
+    ema = run.state.ema
+    if ema is not None and (share := math.prod(ema.decay(step) for step in range(2, steps + 1))) > 0.1:
+        fix = "" if cfg.ema.use_warmup else "ema.use_warmup=true or "
+        shorter = 0.01 ** (1 / max(steps - 1, 1))
+        yield (
+            f"ema.decay={cfg.ema.decay} over {steps} steps: {share:.0%} of the average, which final_model is made of, "
+            f"will be the first step's weights; set {fix}ema.decay={shorter:.3g}"
+        )

@@ -223,6 +223,9 @@ REFUSED = {
     "pool without its token": ("model.global_pool=token", "model.global_pool=token", "model.class_token=true"),
     "means": ("data.mean=[0.1,0.2]", "data.mean=[0.1, 0.2]", "2 values", "model.in_chans=1", "one value"),
     "deviations": ("data.std=[1,1,1]", "data.std=", "3 values", "model.in_chans=1"),
+    "means of bytes": ("data.mean=[72.9]", "data.mean=[72.9]", "0..1", "0..255", "data.mean=[0.2859]"),
+    "deviations of bytes": ("data.std=[90]", "data.std=[90.0]", "0..1", "0..255", "data.std=[0.3529]"),
+    "negative mean": ("data.mean=[-0.5]", "data.mean=[-0.5]", "0..1", "mend them"),
     "no means": ("data.mean=[]", "data.mean=[]", "at least 1"),
     "zero deviation": ("data.std=[0]", "data.std", "0", "greater than 0"),
     "no path": ("data=imagenet data.mean=[0] data.std=[1]", "data.path", "missing", "data.path=..."),
@@ -428,7 +431,7 @@ def test_other_norm_eps_is_allowed_where_nothing_is_exported(override):
 @pytest.mark.parametrize(
     "override",
     ["lr_scheduler.num_warmup_steps=100000", "lr_scheduler.min_lr=2e-3", "max_grad_norm=null", "data.hflip=1",
-     "data.crop_scale=[1,1]", "model.init_values=1e-5", "micro_batch_size=7", "data.mean=[-0.5]",
+     "data.crop_scale=[1,1]", "model.init_values=1e-5", "micro_batch_size=7", "data.mean=[0]", "data.std=[1]",
      "evaluation.every_n_steps=null", "checkpoint.max_checkpoints=null", "lr_scheduler.num_training_steps=10"],
 )  # fmt: skip
 def test_unusual_values_are_allowed(override):

@@ -8,14 +8,30 @@ import launch
 import functools
 import itertools
 import json
+import types
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from conftest import CPU_SCRIPTS, TINY, assert_same, column, loaders_of, read_metrics, run_tasks, task_of, weights
+from conftest import (
+    CPU_SCRIPTS,
+    TINY,
+    assert_same,
+    column,
+    loaders_of,
+    read_metrics,
+    run_tasks,
+    task_of,
+    tiny_config,
+    weights,
+)
 from torch.distributed.checkpoint import FileSystemReader
 
+import schema
+import train_ddp
+import trainer
+from optim import Ema
 from vit import VisionTransformer
 
 WORLD_SIZES = (1, 2, pytest.param(3, marks=pytest.mark.slow))
@@ -262,3 +278,60 @@ def test_options_of_memory_change_no_number(runs, variant):
     """Recomputation, replicas and resharding: the same six steps."""
     _, folder = runs(2)
     assert_same(weights(folder, variant), weights(folder, "straight-train_fsdp2-0"), atol=1e-6)
+
+
+# What is seldom meant
+
+
+def odd_lengths(*overrides):
+    cfg = tiny_config("data.path=unused", "num_train_steps=60", *overrides)
+    sizes = schema.RunSizes.of(cfg, world_size=1, num_train_images=60, num_val_images=23)
+    ema = None if cfg.ema.decay is None else Ema({"weight": torch.ones(1)}, cfg.ema)
+    run = types.SimpleNamespace(state=types.SimpleNamespace(ema=ema))
+    return list(trainer._odd_lengths(run, cfg, sizes)), ema
+
+
+def test_a_warmup_that_is_longer_than_the_run_is_said_with_its_numbers():
+    (line,), _ = odd_lengths("lr_scheduler.num_warmup_steps=10000")
+    assert "the warmup of 10000 steps is longer than the run of 60" in line
+    assert "ends at 6e-06, 0.6% of optimizer.lr=0.001" in line  # 1e-3 x 60 / 10000
+    (line,), _ = odd_lengths("lr_scheduler.num_warmup_epochs=100", "lr_scheduler.num_warmup_steps=null")  # of 2.5 steps
+    assert "the warmup of 250 steps" in line
+    assert odd_lengths("lr_scheduler.num_warmup_steps=60")[0] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "share"),
+    [
+        (["ema.decay=0.9999"], 0.9999**59),
+        (["ema.decay=0.97"], 0.97**59),
+        (["ema.decay=0.95"], None),  # 5 %
+        (["ema.decay=0.9999", "ema.use_warmup=true"], None),
+        (["ema.decay=0.9999", "ema.use_warmup=true", "ema.warmup_gamma=1e-9"], 0.9999**59),
+    ],
+)
+def test_an_average_that_is_longer_than_the_run_is_said_with_its_numbers(overrides, share):
+    lines, ema = odd_lengths(*overrides)
+    assert len(lines) == (share is not None)
+    weight, average = ema.weights["weight"], ema.averages["weight"]
+    for step in range(1, 61):  # 1 at the first step, 0 from then on: what is left is the first step's share
+        weight.fill_(float(step == 1))
+        ema.update(step)
+    assert (average.item() > 0.1) == bool(lines)
+    if lines:
+        assert f": {share:.0%} of the average" in lines[0]
+        assert average.item() == pytest.approx(share, rel=1e-3)
+        advised = float(lines[0].split("ema.decay=")[-1])
+        assert odd_lengths("ema.use_warmup=false", f"ema.decay={advised}")[0] == []
+        assert ("ema.use_warmup=true or" in lines[0]) == (len(overrides) == 1)
+
+
+def test_a_run_says_what_is_seldom_meant_once(tiny, caplog):
+    def warnings(*overrides):
+        caplog.clear()
+        overrides = [*tiny, "checkpoint.ckpt_dir=null", "num_train_steps=2", *overrides]
+        train_ddp.main(launch.load_config("L0_sanity", overrides, script="train_ddp"))
+        return [record.message for record in caplog.records if record.levelname == "WARNING"]
+
+    assert warnings() == []
+    assert len(warnings("lr_scheduler.num_warmup_steps=9", "ema.decay=0.9999")) == 2
