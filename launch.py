@@ -19,6 +19,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -150,6 +151,8 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
                     f"mfsdp.{key}={getattr(cfg.mfsdp, key)} with fp8_config.quantized_model_init=true: "
                     f"Megatron-FSDP has FP8 weights only with {wanted}"
                 )
+    if cfg.compile:
+        _check_compiler()
     if cfg.data.decoder == "nvjpeg" and not torch.cuda.is_available():
         raise ConfigError("data.decoder=nvjpeg needs a CUDA GPU: use data.decoder=torchvision")
     if (cfg.data.mixup or cfg.data.cutmix) and (micro := split_batch(cfg, world_size).micro_batch_size) % 2:
@@ -201,6 +204,32 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
             )
     if script == "train_fsdp2" and cfg.fsdp2.cpu_offload and not torch.cuda.is_available():
         raise ConfigError("fsdp2.cpu_offload=true needs a CUDA GPU: without one everything is in host memory already")
+
+
+def _check_compiler() -> None:
+    """What torch.compile asks for itself, in its words a hundred lines: C++ on a CPU; on a GPU C, which Triton wants.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    import torch
+
+    if torch.cuda.is_available():  # as triton.runtime.build has it
+        found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+        missing = "" if found and shutil.which(found.split()[0]) else "C compiler (CC, gcc or clang)"
+    else:
+        from torch._inductor import config, cpp_builder
+
+        try:
+            cpp_builder.get_cpp_compiler()
+            missing = ""
+        except RuntimeError:
+            missing = f"C++ compiler ({', '.join(name for name in config.cpp.cxx if name)})"
+    if missing:
+        raise ConfigError(
+            f"compile=true, but there is no working {missing}: install one (apt-get install g++), name it by the variable "
+            f"{'CC' if torch.cuda.is_available() else 'CXX'}, or set compile=false"
+        )
 
 
 def check_options(cfg: Config, script: str, typed: list[str]) -> str | None:
@@ -311,6 +340,9 @@ def _to_config(raw: Any) -> Config:
         values = plain if section is None else plain.get(section)
         if isinstance(values, dict) and isinstance(path := values.get(key), str) and path.startswith("~"):
             values[key] = os.path.expanduser(path)
+            if values[key].startswith("~"):
+                name = f"{section}.{key}" if section else key
+                raise ConfigError(f"{name}={path}: there is no such home folder (HOME is not set); give the whole path")
     return TypeAdapter(Config).validate_json(json.dumps(plain))  # strict, and a JSON list may become a tuple
 
 

@@ -16,7 +16,8 @@ def test_the_doctor_of_two_ranks(observed):
     """The table once, by rank 0; every check is there; a wrong setting is a warning with its remedy."""
     outcomes, _ = observed
     first, second = (rank["metrics"] for rank in outcomes["doctor"])
-    assert (first["code"], second) == (0, {"code": 0, "shown": ""}), first["shown"]
+    assert (first["code"], second["code"], second["shown"]) == (0, 0, ""), first["shown"]
+    assert first["times"]["shown"] > second["times"]["left"]  # when the other ranks have nothing more to say
     table = first["shown"]
     for check in ("Python", "packages", "train_ddp.py", "train_fsdp2.py", "train_mfsdp.py", "data", "output_dir"):
         assert len(re.findall(rf"^{check} ", table, re.MULTILINE)) == 1, check
@@ -37,6 +38,24 @@ def test_the_doctor_alone_exits_with_1_if_something_is_broken(monkeypatch, capsy
     assert re.search(r"^all-reduce +ok +\w+ starts, alone", shown, re.MULTILINE)
     assert shown.endswith("1 broken, 0 warnings\n")
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("flags", [["--config-dir", "{}", "--config-name", "mine"], ["-cd={}", "-cn=mine"]])
+def test_the_doctor_takes_the_entrypoints_flags(flags, monkeypatch, capsys, tmp_path):
+    """And says what each script would to them: a key of one script's is for that one."""
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("sys.argv", ["doctor.py"])
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [L0_sanity, _self_]\nddp: {bucket_cap_mb: 9}\nglobal_batch_size: 7\n"
+    )
+    places = [f"data.path={tmp_path}", f"output_dir={tmp_path}"]
+    doctor.main([*places, "fsdp2.reshard_after_forward=false", *(flag.format(tmp_path) for flag in flags)])
+    shown = capsys.readouterr().out
+    assert re.search(r"^train_ddp.py +note +would refuse: fsdp2.reshard_after_forward=false does nothing", shown, re.M)
+    said = r"7 images x 1 ranks.*; without effect in this run: ddp.bucket_cap_mb=9 in train_fsdp2.py"
+    assert re.search(rf"^train_fsdp2.py +ok +{said}", shown, re.M)
 
 
 def test_the_doctor_compares_versions(tmp_path):

@@ -151,6 +151,23 @@ def test_cpu_offload_needs_cuda(cuda):
         assert "CUDA" in text
 
 
+def test_compiling_needs_a_compiler(cuda, monkeypatch, tmp_path):
+    """C++ on a CPU, where torch looks for it; C on a GPU, where Triton does."""
+    cfg = with_values(small(), compile=True)
+    launch.check_script(cfg, "train_ddp", 1)
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/none/g++")}):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CC", raising=False)
+        wanted = "C compiler (CC, gcc or clang)" if cuda else "C++ compiler (/none/g++)"
+        text = error_of(launch.check_script, cfg, "train_ddp", 1)
+        assert text.startswith(f"compile=true, but there is no working {wanted}: ")
+        assert text.endswith("or set compile=false")
+        launch.check_script(small(), "train_ddp", 1)
+    monkeypatch.setenv("CC", "/none/gcc")
+    if cuda:
+        assert error_of(launch.check_script, cfg, "train_ddp", 1).startswith("compile=true")
+
+
 # Versions
 
 
@@ -365,6 +382,14 @@ def test_what_a_file_gives_without_effect_is_said_by_one_rank(run_launch, image_
     code, err = run_launch(*arguments)
     assert (code, err) == (None, "note: without effect in this run: fsdp2.cpu_offload=true in train_ddp.py\n")
     assert run_launch(*arguments, rank=1, local_rank=1, world_size=2) == (None, "")
+
+
+def test_a_home_folder_that_does_not_exist_is_no_folder_called_tilde(run_launch, monkeypatch, tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [L0_sanity, _self_]\ncheckpoint: {ckpt_dir: ~/runs}\n")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user id without a name, and no HOME
+    code, err = run_launch("--config-dir", str(tmp_path), "--config-name", "mine")
+    assert code == 2
+    assert err.startswith("error: checkpoint.ckpt_dir=~/runs: there is no such home folder (HOME is not set)")
 
 
 LENGTHS = {  # typed -> the lengths that the run has, of L0_sanity's or of cifar10_vit's

@@ -257,9 +257,23 @@ def doctor(cfg):
 
     arguments = [f"data.path={cfg.data.path}", f"output_dir={cfg.output_dir}", f"data.num_workers={10**6}"]
     os.environ["COLUMNS"] = "200"  # one line a row, whatever terminal the tests run in
+    times = {}
+    leave, show = dist.destroy_process_group, doctor.show
+
+    def leaving():
+        leave()
+        time.sleep(int(os.environ["RANK"]))
+        times["left"] = time.monotonic()  # one clock for all processes
+
+    def showing(*args):
+        times["shown"] = time.monotonic()
+        return show(*args)
+
+    dist.destroy_process_group, doctor.show = leaving, showing
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         code = doctor.main(arguments)
-    return {"code": code, "shown": shown.getvalue()}
+    dist.destroy_process_group, doctor.show = leave, show
+    return {"code": code, "shown": shown.getvalue(), "times": times}
 
 
 def _signal_once(owner, name, *, call, ranks, numbers):

@@ -9,7 +9,6 @@ States: ok, note (nothing to do, but good to know), warn (a run may fail or be s
 something is broken, else 0.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -284,21 +283,22 @@ def check_disk(cfg: Any) -> Iterator[Row]:
             yield Row(key, OK, found)
 
 
-def check_scripts(cfg: Any, world_size: int) -> Iterator[Row]:
-    """What each entrypoint would say to this config on this machine."""
-    from launch import check_script
+def check_scripts(cfg: Any, typed: list[str], world_size: int) -> Iterator[Row]:
+    """What each entrypoint would say to this command line on this machine."""
+    from launch import check_options, check_script
 
     from schema import ConfigError, split_batch
 
     for script in SCRIPTS:
         try:
             check_script(cfg, script, world_size)
+            note = check_options(cfg, script, typed)
             split = split_batch(cfg, world_size)
         except ConfigError as error:
             yield Row(f"{script}.py", NOTE, f"would refuse: {error}")
         else:
             found = f"{split.micro_batch_size} images x {world_size} ranks x {split.accumulation} microbatches a step"
-            yield Row(f"{script}.py", OK, found)
+            yield Row(f"{script}.py", OK, f"{found}; {note}" if note else found)
 
 
 def time_all_reduce() -> Row:
@@ -338,20 +338,26 @@ def time_all_reduce() -> Row:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """The job's ranks, or this process alone."""
+    """The job's ranks, or this process alone; rank 0 leaves last, and can speak when the others have."""
     import torch
     import torch.distributed as dist
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=TIMEOUT, **alone)
+    store, rank, world_size = dist.HashStore(), 0, 1
+    if "WORLD_SIZE" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=world_size)
     yield
     dist.destroy_process_group()
+    store.add("doctors_done", 1)
+    deadline = time.monotonic() + 10
+    while rank == 0 and store.add("doctors_done", 0) < world_size and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
-def look(args: argparse.Namespace) -> list[Row]:
+def look(arguments: list[str]) -> list[Row]:
     """All that one process can see by itself; the first of a node looks at everything, the others at the packages."""
     rows = [*check_python(), *check_packages()]
     if BROKEN in {row.state for row in rows} or int(os.environ.get("LOCAL_RANK", "0")) > 0:
@@ -377,11 +383,11 @@ def look(args: argparse.Namespace) -> list[Row]:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     try:
-        cfg = launch.load_config(args.config_name, args.overrides, script=SCRIPTS[0])
+        cfg, typed = launch.compose(SCRIPTS[0], arguments)
         schema.split_batch(cfg, world_size)
     except schema.ConfigError as error:
         return [*rows, Row("config", BROKEN, str(error), "see the message; the arguments are the entrypoints'")]
-    rows += check_scripts(cfg, world_size)
+    rows += check_scripts(cfg, typed, world_size)
     rows += check_host(cfg, ranks_here)
     rows += check_shared_memory(cfg, world_size, ranks_here)
     return [*rows, *check_data(cfg), *check_disk(cfg)]
@@ -457,10 +463,11 @@ def first_line(error: BaseException) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Look, meet, print; 1 if something is broken."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config-name", default="L0_sanity")
-    parser.add_argument("overrides", nargs="*", help="as the entrypoints take them: data.path=/data/imagenet ...")
-    rows = look(parser.parse_args(argv))
+    arguments = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
+    rows = look(arguments)
     speaks = int(os.environ.get("LOCAL_RANK", "0")) == 0  # a node that does not meet the others speaks for itself
     if not {row.check for row in rows if row.state == BROKEN} & {"Python", "import of torch", "torch", "packages"}:
         try:
@@ -478,4 +485,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # no library's last words after the table
