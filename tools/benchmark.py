@@ -102,9 +102,10 @@ def ended(torchrun: subprocess.Popen, folder: Path) -> bool:
     process is anybody's (seen with torch 2.14.1). So those that are still there are signalled themselves.
     """
     for number in (None, signal.SIGTERM, signal.SIGKILL):
-        for pid in processes_of(folder) if number else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        if number is not None:
+            for pid in processes_of(folder):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
         deadline = time.monotonic() + STOP_S
         while torchrun.poll() is None or processes_of(folder):
             if time.monotonic() > deadline:

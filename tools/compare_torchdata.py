@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import launch
 
 import functools
+import importlib
 import itertools
 import pickle
 import statistics
@@ -84,13 +85,12 @@ class Torchdata(Ours):
 
     def loader(self, rank: int) -> Any:
         """One rank's."""
-        from torchdata.stateful_dataloader import StatefulDataLoader
-        from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
-
+        loaders = importlib.import_module("torchdata.stateful_dataloader")
+        samplers = importlib.import_module("torchdata.stateful_dataloader.sampler")
         images = data.ImageDataset(data.list_images(self.cfg.data, "train"), self.cfg, is_train=True)
         images = Images(images, draws=self.draws)
-        sampler = StatefulDistributedSampler(images, num_replicas=self.ranks, rank=rank, seed=self.cfg.seed)
-        return StatefulDataLoader(
+        sampler = samplers.StatefulDistributedSampler(images, num_replicas=self.ranks, rank=rank, seed=self.cfg.seed)
+        return loaders.StatefulDataLoader(
             images,
             batch_size=self.sizes.micro_batch_size,
             sampler=sampler,
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     try:
-        import torchdata
+        version = importlib.import_module("torchdata").__version__
     except ImportError:
         launch.exit_with("torchdata is not installed: pip install torchdata")
 
@@ -182,7 +182,7 @@ def main() -> None:
         for name, rounds in rates.items():
             rows.append({"loader": name, "images_per_second": statistics.median(rounds), "rounds": rounds})
             print(rows[-1], flush=True)
-    benchmark.write(args.output, {"torchdata": torchdata.__version__, "rows": rows})
+    benchmark.write(args.output, {"torchdata": version, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -268,8 +268,10 @@ def matrix(
                 pass
         for console in CONSOLES:
             in_place = collections.deque(cell for cell in todo if cell.is_in_place and cell.console == console)
-            run = launched(console=console, in_place=True) if in_place else None
-            for number in itertools.count() if run else ():
+            if not in_place:
+                continue
+            run = launched(console=console, in_place=True)
+            for number in itertools.count():
                 if act(run, in_place[0]):
                     in_place.popleft()
                 (life / f"next.{number}.{'again' if in_place else 'no'}").touch()
