@@ -91,3 +91,26 @@ def test_the_numbers_of_a_table_are_in_the_rows_file():
                     checked += 1
                     assert any(math.isclose(value, n, abs_tol=half * 1.01, rel_tol=0) for n in known), (line, value)
     assert checked > 60
+
+
+def test_lines_changed_since_a_commit_are_counted_where_a_file_has_moved_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+
+    def commit():
+        figures.git("add", "-A")
+        figures.git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x")
+        return figures.git("rev-parse", "HEAD").strip()
+
+    figures.git("init", "-q")
+    for name in ("decode.py", "vit.py"):
+        (tmp_path / name).write_text("".join(f"{name} line {i}\n" for i in range(20)))
+    first = commit()
+    (tmp_path / "input_pipeline").mkdir()
+    (tmp_path / "input_pipeline/decode.py").write_text((tmp_path / "decode.py").read_text() + "one more\n")
+    (tmp_path / "decode.py").unlink()
+    second = commit()
+    assert figures.lines_changed(first) == {"input_pipeline/decode.py": 1}
+    assert figures.lines_changed(second) == {}
+    monkeypatch.setattr(figures, "commits", lambda name: [second, first])
+    assert figures.changed_since("odd_files.json") == {"input_pipeline/decode.py": 1}
+    assert figures.changed_since("step_h200_h14.json") == {}
