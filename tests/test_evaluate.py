@@ -70,7 +70,8 @@ def test_shards_are_evaluated_as_the_folder_that_they_were_made_from(
     want = answer(model, image_folder / "val", "--per-class")
     assert "FOLDER: 23 images" in want
     flat, other = tmp_path / "flat", tmp_path / "other"
-    for place, name in ((flat, "x-val-{}"), (flat, "x-train-{}"), (other / "test", "{}")):
+    places = ((flat, "x-val-{}"), (flat, "x-train-{}"), (other / "test", "{}"), (other / "val", "val-{}"))
+    for place, name in places:
         place.mkdir(parents=True, exist_ok=True)
         for i, file in enumerate(sorted((made_shards / ("train" if "train" in name else "val")).glob("*.tar"))):
             shutil.copy(file, place / f"{name.format(i)}.tar")
@@ -84,11 +85,15 @@ def test_shards_are_evaluated_as_the_folder_that_they_were_made_from(
         tar_shards.load.cache_clear()
         assert answer(each, flat).splitlines() == want.splitlines()[:1]
 
-    for names, complaint in (("abcde", "has label 5, there are 5 classes"), ("abcdxf", "class_x is no class of the")):
+    for names, split, complaint in (
+        ("abcde", "test", "has label 5, there are 5 classes"),
+        ("abcdxf", "test", "class_x is no class of the model's 6"),
+        ("abcdxf", "val", "class_x is no class of the model's 6"),
+    ):
         (other / "classes.txt").write_text("".join(f"class_{letter}\n" for letter in names))
         tar_shards.load.cache_clear()
         with pytest.raises(SystemExit) as caught:
-            answer(model, other / "test")
+            answer(model, other / split)
         assert caught.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ")

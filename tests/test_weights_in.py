@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import shutil
 
 import huggingface_hub
@@ -513,8 +514,17 @@ def test_a_model_of_the_hub_is_read_by_its_name(hub, tmp_path):
         assert_same_bits(fitted(name, cfg)[0], tensors)
 
 
-def test_a_hub_out_of_reach_is_one_line(hub, tmp_path, monkeypatch, capfd):
+def test_a_hub_out_of_reach_is_one_line(hub, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
+    library, download = logging.getLogger("huggingface_hub"), huggingface_hub.hf_hub_download
+
+    def try_again(*arguments):
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 8s")
+        return download(*arguments)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", try_again)
+    monkeypatch.setattr(library, "handlers", [caplog.handler])
+    before = library.level
     line = error_of(weights_in.read, "google/vit-base-patch16-224")
     start = (
         "checkpoint.init_from=google/vit-base-patch16-224: there is no such file or folder, and of the Hugging Face hub"
@@ -525,7 +535,8 @@ def test_a_hub_out_of_reach_is_one_line(hub, tmp_path, monkeypatch, capfd):
     assert line.startswith(
         "checkpoint.init_from=hf-hub:timm/vit_tiny_patch16_224.augreg_in21k: it cannot be read (Local"
     )
-    assert capfd.readouterr() == ("", "")
+    assert caplog.messages == []
+    assert library.level == before
     (tmp_path / "runs").mkdir()  # so this is meant for a path
     assert "there is no such file or folder, and timm has" in error_of(weights_in.read, "runs/large")
 
