@@ -227,8 +227,8 @@ def _check_compiler() -> None:
             missing = f"C++ compiler ({', '.join(name for name in config.cpp.cxx if name)})"
     if missing:
         raise ConfigError(
-            f"compile=true, but there is no working {missing}: install one (apt-get install g++), name it by the variable "
-            f"{'CC' if torch.cuda.is_available() else 'CXX'}, or set compile=false"
+            f"compile=true, but there is no working {missing}: install one (apt-get install g++), name it by "
+            f"the variable {'CC' if torch.cuda.is_available() else 'CXX'}, or set compile=false"
         )
 
 
