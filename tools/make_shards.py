@@ -156,7 +156,7 @@ def _agree(file: Path, content: str) -> None:
 
 
 def _replace(file: Path, write: Callable[[Any], Any]) -> None:
-    """Give `file` its name when it is whole on the disk."""
+    """Give `file` its name when it is whole on the disk; one name for what is not, so that a kill leaves it once."""
     temporary = file.with_name(f".{file.name}.tmp")
     with open(temporary, "wb") as target:
         write(target)
