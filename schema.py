@@ -490,6 +490,8 @@ class LoggerConfig:
 
     frequency: PositiveInt
     """Steps between log lines; the only host synchronisation of the loop."""
+    peak_tflops: PositiveFloat | None
+    """Dense BF16 TFLOP/s of a card, for train/mfu; null = by its datasheet, where observability/metrics.py knows it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -21,17 +22,40 @@ T = TypeVar("T")
 # In metrics.jsonl, wandb and TensorBoard, but too much for a console line.
 QUIET = {"train/memory_allocated_gib", "train/memory_reserved_gib", "train/epoch_seconds"}
 
-# Dense BF16 rates of the vendors' datasheets, FLOP/s; matched against the device's name, longest first.
-PEAK_BF16_FLOPS = {
-    "A100": 312e12,
-    "GH200": 989.4e12,
-    "H100": 989.4e12,  # SXM
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H200": 989.4e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
+# Dense BF16 rates of tensor cores, TFLOP/s, by the card's name as torch gives it without NVIDIA and GeForce. Where a
+# source has the rate with sparsity, half of it. Sources, NVIDIA's own: for data-centre cards the product's datasheet
+# (A100, H100, H200, L4, L40S, A10, A30, A40, HGX B200, GB200 NVL72, ...), for RTX cards the tables "Peak BF16 Tensor
+# TFLOPS with FP32 Accumulate" of the architectures' white papers (Ampere GA102 V2, Ada V2, RTX Blackwell).
+PEAK_BF16_TFLOPS = {
+    "A100": 312,
+    "A800": 312,
+    "H100": 989.4,  # SXM
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H800": 989.4,
+    "H800 PCIe": 756,
+    "H200": 989.4,
+    "H200 NVL": 835,
+    "H20": 148,
+    "GH200": 989.4,
+    "B200": 2250,
+    "GB200": 2500,
+    "L4": 121,
+    "L40": 181,
+    "L40S": 362,
+    "A10": 125,
+    "A30": 165,
+    "A40": 149.7,
+    "RTX A6000": 154.8,
+    "RTX 6000 Ada": 364.2,
+    "RTX 3080": 59.5,
+    "RTX 3090": 71,
+    "RTX 4080": 97.5,
+    "RTX 4090": 165.2,
+    "RTX 5090": 209.5,
 }
+# What may follow in the name of the same card: "A100-SXM4-80GB", "A100 80GB PCIe", "GH200 480GB", "H100 80GB HBM3".
+SAME_CARD = r"(?:[- ](?:SXM\d?|PCIE?|\d+GB|HBM\w+|Generation))*"
 
 
 def top_k_hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -46,12 +70,12 @@ def top_k_hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """BF16 FLOP/s of the card by its datasheet; None for a CPU, or a card that is not in the table."""
+    """Dense BF16 FLOP/s of the card by its datasheet; None for a CPU, or a card, or a part of one, not in the table."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    known = sorted((key for key in PEAK_BF16_FLOPS if key in name), key=len)
-    return PEAK_BF16_FLOPS[known[-1]] if known else None
+    name = torch.cuda.get_device_name(device).removeprefix("NVIDIA ").removeprefix("GeForce ")
+    known = [card for card in PEAK_BF16_TFLOPS if re.fullmatch(re.escape(card) + SAME_CARD, name, re.IGNORECASE)]
+    return 1e12 * PEAK_BF16_TFLOPS[max(known, key=len)] if known else None
 
 
 def utilization(device: torch.device) -> float | None:
@@ -83,7 +107,13 @@ class Speed:
         # An epoch's time, with evaluation and saving, is known where the run sees it from its start on.
         self.epoch_start = time.perf_counter() if start_step == 0 else None
         self.epoch_seconds: float | None = None
-        peak = peak_flops(session.device)
+        given = cfg.logger.peak_tflops
+        peak = peak_flops(session.device) if given is None else 1e12 * given
+        if peak is None and session.device.type == "cuda" and session.is_main:
+            logger.warning(
+                "train/mfu stays null: the rate of %s is not known here; give logger.peak_tflops=<dense BF16 TFLOP/s>",
+                torch.cuda.get_device_name(session.device),
+            )
         self.mfu_per_image_rate = flops_per_image / (peak * session.world_size) if peak else None
         self.restart()
 

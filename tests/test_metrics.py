@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from conftest import TINY, column, read_metrics, session_of
+from conftest import TINY, column, read_metrics, session_of, tiny_config
 
 import schema
 from observability import metrics
@@ -41,6 +41,62 @@ def test_an_epochs_seconds_are_those_between_its_first_and_last_step(monkeypatch
         speed.count(step)
         seen.append(speed.read()["train/epoch_seconds"])
     assert seen == [None, None, None, 10.0, 10.0, 10.0, 10.0, 26.0, 26.0, 26.0, 26.0, 42.0]
+
+
+CARDS = {  # name as torch.cuda.get_device_name has it -> dense BF16 TFLOP/s of its datasheet
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H100 NVL": 835,
+    "NVIDIA H200": 989.4,
+    "NVIDIA H200 NVL": 835,
+    "NVIDIA GH200 480GB": 989.4,
+    "NVIDIA B200": 2250,
+    "NVIDIA GB200": 2500,
+    "NVIDIA L4": 121,
+    "NVIDIA L40": 181,
+    "NVIDIA L40S": 362,
+    "NVIDIA A10": 125,
+    "NVIDIA A30": 165,
+    "NVIDIA A40": 149.7,
+    "NVIDIA RTX A6000": 154.8,
+    "NVIDIA RTX 6000 Ada Generation": 364.2,
+    "NVIDIA GeForce RTX 3090": 71,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    # Cards of other rates with a name that begins so, a part of a card, and one without BF16.
+    "NVIDIA A10G": None,
+    "NVIDIA GeForce RTX 4090 D": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA GeForce RTX 3080 Ti": None,
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
+    "Tesla V100-SXM2-32GB": None,
+}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_the_rates_of_cards_are_their_datasheets(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    rate = metrics.peak_flops(torch.device("cuda", 0))
+    assert rate == (CARDS[name] and pytest.approx(1e12 * CARDS[name]))
+    assert metrics.peak_flops(torch.device("cpu")) is None
+
+
+def test_the_rate_of_an_unknown_card_is_asked_for_and_can_be_given(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X1")
+
+    def speed(*overrides):
+        caplog.clear()
+        cfg = tiny_config("data.path=unused", *overrides)
+        sizes = schema.RunSizes.of(cfg, world_size=2, num_train_images=60, num_val_images=1)
+        session = session_of(tmp_path, device=torch.device("cuda", 0), world_size=2)
+        return metrics.Speed(session, cfg, sizes, start_step=0, flops_per_image=3e9).mfu_per_image_rate
+
+    assert speed() is None
+    assert "train/mfu stays null: the rate of NVIDIA X1 is not known here; give logger.peak_tflops" in caplog.text
+    assert speed("logger.peak_tflops=60") == pytest.approx(3e9 / (60e12 * 2))
+    assert caplog.text == ""
 
 
 def test_utilization_is_a_share_or_null(monkeypatch):

@@ -84,6 +84,7 @@ VALUES = {
     "checkpoint.save_every_n_steps": 3,
     "checkpoint.save_every_n_epochs": 1.0,
     "checkpoint.init_from": "timm:none",
+    "logger.peak_tflops": 100.0,
     "wandb.mode": "offline",
     "wandb.init_args": {"project": "vit"},
     "profiler.ranks": [0, 1],
