@@ -24,7 +24,16 @@ from torchvision.transforms.v2 import functional as F
 
 from input_pipeline import tar_shards
 from input_pipeline.augment import Augment, crop_box
-from input_pipeline.decode import Decoder, Encoded, GpuDecodePrefetcher, ImageError, Jpeg, crop_extreme_aspect, encode
+from input_pipeline.decode import (
+    Decoder,
+    Encoded,
+    GpuDecodePrefetcher,
+    ImageError,
+    Jpeg,
+    UnreadableError,
+    crop_extreme_aspect,
+    encode,
+)
 from input_pipeline.device_cache import (
     AugmentationPlans,
     CachedBatches,
@@ -121,10 +130,12 @@ class ImageDataset(Dataset):
                 except (OSError, ImageError) as error:
                     failures.append(f"cannot read {self.images.name(place)}: {error}")
                     if not self.skips:
-                        raise OSError(failures[0]) from error
+                        cannot_skip = self.cfg.resident or self.cfg.decoder == "nvjpeg"
+                        advice = "mend it" if cannot_skip else "mend it, or set data.on_error=skip"
+                        raise UnreadableError(f"{failures[0]}; {advice}") from error
                     if not self.is_train:
                         return self.nothing, PADDING, failures
-        raise OSError(f"{failures[0]}, nor any other image")
+        raise UnreadableError(f"{failures[0]}, nor any other image")
 
     def _load(self, index: int) -> torch.Tensor | Jpeg:
         data = self.images.read(index)
@@ -286,6 +297,8 @@ class Loader(DataLoader):
                 images, labels, failures = next(batches)
             except StopIteration:
                 return
+            except UnreadableError as error:
+                raise error.as_raised() from None
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader"):
                     raise
@@ -305,7 +318,7 @@ class Loader(DataLoader):
             return
         self.unreadable.add(text)
         if len(self.unreadable) > self.cfg.data.max_errors:
-            raise OSError(f"{text}; more than data.max_errors={self.cfg.data.max_errors} images cannot be read")
+            raise UnreadableError(f"{text}; more than data.max_errors={self.cfg.data.max_errors} images cannot be read")
         logger.warning("%s; left out (%d so far)", text, len(self.unreadable))
 
 

@@ -367,10 +367,20 @@ LENGTHS = (
 
 
 def _typed(overrides: list[str]) -> dict[str, Any]:
-    """Key -> value of what a command line gives, but for the choice of a file in config/model/ or config/data/."""
+    """Key -> value of what a command line gives, but for the choice of a file in config/model/ or config/data/.
+
+    Raises:
+        ConfigError: it takes a key away.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    parsed = [o for o in OverridesParser.create().parse_overrides(overrides) if not o.is_delete()]
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    for override in parsed:
+        if override.is_delete() and (key := override.key_or_group) in known_keys():
+            raise ConfigError(
+                f"{key} is missing: ~{key} on the command line takes it away, and every key needs a value; give "
+                f"{key}=... instead"
+            )
     return {o.key_or_group: o.value() for o in parsed if not (o.key_or_group in GROUPS and isinstance(o.value(), str))}
 
 

@@ -29,7 +29,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch.utils.data import DataLoader
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from schema import Config, DataConfig, pair
+from schema import Config, DataConfig, RankError, pair
 
 Image.MAX_IMAGE_PIXELS = None  # Pillow's own bound is fixed at two values; ours is data.max_pixels
 ORIENTATION = 0x0112  # EXIF tag
@@ -38,6 +38,14 @@ WHITE = (255, 255, 255, 255)
 
 class ImageError(ValueError):
     """An image that cannot be used; the text says why, without its name."""
+
+
+class UnreadableError(RankError, OSError):
+    """An image that ends the run; the text names it. It may come from a loader process."""
+
+    def as_raised(self) -> "UnreadableError":
+        """The error as it was raised: a DataLoader hands it on with the whole traceback of the process as its text."""
+        return UnreadableError(str(self).rsplit(f"{type(self).__name__}: ", 1)[-1].strip())
 
 
 class Decoder:
@@ -208,7 +216,7 @@ def decode_on_gpu(batch: Encoded, cfg: Config, device: torch.device) -> torch.Te
     tests/test_gpu_decode.py holds the tolerance.
 
     Raises:
-        OSError: a JPEG cannot be decoded; the text names it.
+        UnreadableError: a JPEG cannot be decoded; the text names it.
     """
     size = pair(cfg.data.image_size)
     num_images = len(batch.jpegs) + len(batch.images)
@@ -222,7 +230,7 @@ def decode_on_gpu(batch: Encoded, cfg: Config, device: torch.device) -> torch.Te
             try:
                 decode_jpeg([file], mode=mode, device=device)
             except RuntimeError as error:
-                raise OSError(f"cannot read {jpeg.name}: {str(error).splitlines()[0]}") from error
+                raise UnreadableError(f"cannot read {jpeg.name}: {str(error).splitlines()[0]}; mend it") from error
         raise
     for (place, jpeg), image in zip(batch.jpegs.items(), decoded, strict=True):
         top, left, height, width = jpeg.box

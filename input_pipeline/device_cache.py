@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from input_pipeline.augment import RandomErasing, auto_augment_policy, crop_box, ops_of
-from input_pipeline.decode import Decoder, ImageError
+from input_pipeline.decode import Decoder, ImageError, UnreadableError
 from input_pipeline.image_folders import Folder
 from input_pipeline.tar_shards import Shards
 from runtime import seeding
@@ -58,7 +58,7 @@ class DecodedImages(Dataset):
         image = self._load(index)
         if image.shape != self.shape:
             (height, width), (first_height, first_width) = image.shape[1:], self.shape[1:]
-            raise OSError(
+            raise UnreadableError(
                 f"{self.images.name(index)} is {height} x {width} pixels and {self.images.name(0)} "
                 f"{first_height} x {first_width}: data.resident=true keeps images of one size; set it to false"
             )
@@ -68,7 +68,7 @@ class DecodedImages(Dataset):
         try:
             return self.decoder.tensor(self.images.read(index))
         except (OSError, ImageError) as error:
-            raise OSError(f"cannot read {self.images.name(index)}: {error}") from error
+            raise UnreadableError(f"cannot read {self.images.name(index)}: {error}; mend it") from error
 
 
 class AugmentationPlans(Dataset):
@@ -201,7 +201,7 @@ class DeviceCache:
         """Reads the images now, and starts the workers.
 
         Raises:
-            OSError: an image cannot be read, or has another size; the text names it.
+            UnreadableError: an image cannot be read, or has another size; the text names it.
             RunError: they need more memory than there is.
         """
         if self.images is None:

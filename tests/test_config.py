@@ -172,6 +172,9 @@ REFUSED = {
     "added section": ("+averages.decay=0.9", "averages", "no such key"),
     "no neighbour": ("zzz=1", "zzz", "no such key"),
     "deleted key": ("~model.depth", "model.depth", "missing", "command line"),
+    "deleted path": ("~data.path data.path=/x", "data.path is missing: ~data.path", "give data.path=... instead"),
+    "deleted section": ("~ema", "ema is missing: ~ema", "give ema=... instead"),
+    "deleted size": ("~model.img_size", "model.img_size is missing: ~model.img_size"),
     "group option": ("model=vit_smal", "model/vit_smal", "vit_small_patch16_224"),
     "data option": ("data=cifar", "data/cifar", "synthetic"),
     # Wrong types and values out of range.

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from conftest import ROOT, error_of, read_metrics, run_command
 
 import evaluate
@@ -166,3 +167,16 @@ def test_outputs_of_classes(classes, names, outputs):
         assert evaluate.outputs_of(*arguments) == outputs
     else:
         assert outputs in error_of(evaluate.outputs_of, *arguments)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_that_cannot_be_read_is_one_line(trained_run, image_folder, tmp_path, capfd, workers):
+    """From a loader process, too."""
+    shutil.copytree(image_folder / "val", tmp_path / "val")
+    bad = next((tmp_path / "val/class_e").iterdir())
+    bad.write_text("no image")
+    with pytest.raises(SystemExit) as caught:
+        evaluate.main([str(trained_run / "checkpoints"), str(tmp_path / "val"), "--workers", str(workers)])
+    torch.distributed.destroy_process_group()  # which a process that fails leaves to its end
+    assert caught.value.code == 1
+    assert capfd.readouterr().err.splitlines()[-1] == f"error: cannot read {bad}: not an image of a known format"

@@ -6,6 +6,7 @@ What is expected comes from elsewhere: torchvision's ImageFolder, timm's transfo
 import itertools
 import math
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -347,8 +348,10 @@ def test_unreadable_image_is_named(tmp_path, split, damage, num_workers):
     whole = bad.read_bytes()
     bad.write_bytes({"empty": b"", "cut": whole[: len(whole) // 2], "text": b"<html>404</html>"}[damage])
     cfg = data_config(tmp_path, "global_batch_size=3", "num_train_steps=1", f"data.num_workers={num_workers}")
-    with pytest.raises(OSError, match=str(bad)):
+    with pytest.raises(schema.RankError) as caught:
         list(loaders_of(cfg, rank=0, world_size=1, start_step=0)[split])
+    line = rf"cannot read {bad}: [^\n]+; mend it, or set data.on_error=skip"
+    assert re.fullmatch(line, str(caught.value)), str(caught.value)  # from a loader process, too
 
 
 def _one_colour(mode):

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import schema
+from input_pipeline.decode import UnreadableError
 
 # What a script or a machine cannot honour
 
@@ -413,13 +414,14 @@ def test_a_length_that_is_typed_goes_before_the_files_other_one(case):
 
 
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # of torch's `record`, under pytest's capture
-@pytest.mark.parametrize(("kind", "code"), [(schema.ConfigError, 2), (schema.RunError, 1)])
+@pytest.mark.parametrize(("kind", "code"), [(schema.ConfigError, 2), (schema.RunError, 1), (UnreadableError, 1)])
 def test_error_of_main_that_is_meant_for_the_user_is_one_line(run_launch, image_folder, kind, code):
     def main(cfg):
         raise kind("what happened")
 
     found = run_launch(f"data.path={image_folder}", "global_batch_size=24", main=main)
-    assert found == (code, "error: what happened\n")
+    speaker = "rank 0: " if kind is UnreadableError else ""  # a failure of one rank alone
+    assert found == (code, f"error: {speaker}what happened\n")
 
 
 # The command line, in real processes

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 import infer
 from imagenet_dataset import PADDING, EvalSampler, ImageSource
 from input_pipeline import tar_shards
-from input_pipeline.decode import ImageError
+from input_pipeline.decode import ImageError, UnreadableError
 from input_pipeline.image_folders import list_folder
 from interop.step_weights import first_few
 from observability.metrics import top_k_hits
@@ -48,8 +48,8 @@ class LabelledImages(Dataset):
             return torch.zeros(self.reader.shape), PADDING
         try:
             return self.reader(self.source.read(index)), self.outputs[self.source.labels[index]]
-        except ImageError as error:
-            raise OSError(f"cannot read {self.source.name(index)}: {error}") from error
+        except (OSError, ImageError) as error:
+            raise UnreadableError(f"cannot read {self.source.name(index)}: {error}") from error
 
 
 def images_of(folder: Path, model: infer.TimmModel) -> tuple[ImageSource, tuple[int, ...]]:
@@ -148,9 +148,11 @@ def main(argv: list[str] | None = None) -> None:
     dataset = LabelledImages(source, outputs, infer.Reader(model, config))
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=args.workers, pin_memory=cuda)
     # Reading fails on one rank only: its error ends the others through torchrun.
-    sums = evaluate(
-        model.to(device), loader, num_classes=model.num_classes, device=device, precision=args.precision
-    ).cpu()
+    options = {"num_classes": model.num_classes, "device": device, "precision": args.precision}
+    try:
+        sums = evaluate(model.to(device), loader, **options).cpu()
+    except UnreadableError as error:
+        exit_with(str(error.as_raised()), rank_variable=None, code=1)
     dist.destroy_process_group()
     if rank:
         return
