@@ -118,14 +118,14 @@ def rank_main(folder: str, script: str, *overrides: str) -> None:
     main = importlib.import_module(script).main
     launch.launch(main)
     for number in itertools.count() if os.environ["IN_PLACE"] == "yes" else ():
-        for each in preemption.SIGNALS:  # the run that has ended left them ignored
-            signal.signal(each, signal.SIG_DFL)
-        preemption.listen()
-        os.pwrite(file, b"stopped   ", 0)
+        os.pwrite(file, b"stopped   ", 0)  # the run that has ended ignores signals: the second of two may be late
         while not (told := list(Path(folder).glob(f"next.{number}.*"))):
             time.sleep(0.01)
         if told[0].suffix == ".no":
             return
+        for each in preemption.SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        preemption.listen()
         os.pwrite(file, b"restart   ", 0)
         sys.argv = list(arguments)
         launch.launch(main)
