@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import difflib
 import functools
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -24,9 +25,10 @@ import signal
 import socket
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from runtime import console, preemption
 
@@ -86,20 +88,48 @@ def check_versions(requirements: Path = PROJECT_DIR / "requirements.txt") -> Non
             exit_with(f"{requirement.name} {found} is installed, this recipe needs {wanted}: pip install '{wanted}'")
 
 
-def import_timm_without_wandb() -> None:
-    """The utilities of timm import wandb where it is installed, on every rank, and fail with it: let them find none."""
-    if "wandb" not in sys.modules:
-        sys.modules["wandb"] = None  # pyright: ignore[reportArgumentType]  (documented: makes `import wandb` an ImportError, which timm expects)
-        importlib.import_module("timm")
-        del sys.modules["wandb"]
+class _FoundNotRun(types.ModuleType):
+    """timm or timm.data: its modules can be imported, and it runs itself when it is asked for anything else.
+
+    `import timm.layers` would run both, and with them 500 modules of models, Hugging Face's client and its HTTP client:
+    a second of every start, and a file system's answers for 800 files. A run of ours needs timm's layers alone.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        # timm's utilities import wandb where it is installed, on every rank, and fail with it: let them find none.
+        # None is documented: it makes `import wandb` an ImportError, which timm expects.
+        if hides_wandb := "wandb" not in sys.modules:
+            sys.modules["wandb"] = cast(Any, None)
+        try:
+            importlib.import_module("timm.models")  # first, as timm does it: its data package needs some of it
+            if type(self) is _FoundNotRun:  # what was imported has not asked for it
+                cast(Any, self).__class__ = types.ModuleType
+                cast(Any, self.__spec__).loader.exec_module(self)
+        finally:
+            if hides_wandb:
+                del sys.modules["wandb"]
+        return getattr(self, name)
+
+
+def put_timm_off() -> None:
+    """Let timm run no more of itself than the modules that a run imports, and the rest once something asks for it."""
+    if "timm" in sys.modules:
+        return
+    for name in ("timm", "timm.data"):
+        package = importlib.util.module_from_spec(cast(Any, importlib.util.find_spec(name)))
+        package.__class__ = _FoundNotRun
+        sys.modules[name] = package
+    timm = cast(Any, sys.modules["timm"])
+    timm.data, timm.__version__ = sys.modules["timm.data"], importlib.metadata.version("timm")
 
 
 IS_ENTRYPOINT = Path(sys.argv[0]).stem.startswith("train_")  # not a tool or a test that imports this file
 if IS_ENTRYPOINT:
     preemption.listen()  # from here on: importing torch takes seconds
+    gc.disable()  # until main runs: nearly nothing that imports make is garbage, and each pass visits all of it
 check_versions()
 if IS_ENTRYPOINT:
-    import_timm_without_wandb()
+    put_timm_off()
 
 from schema import (  # noqa: E402  (after the versions' check)
     Config,
@@ -553,6 +583,8 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
     for note in notes if os.environ.get("RANK", "0") == "0" else ():
         if note:
             print(f"note: {note}", file=sys.stderr, flush=True)
+    gc.freeze()  # what imports made stays; later passes, those at a process's end and in forked loaders, leave it out
+    gc.enable()
     try:
         profiling.check(cfg, sizes)
         record(main)(cfg)  # torchrun then shows this process's error as the root cause

@@ -8,16 +8,15 @@ from torch.utils.checkpoint import checkpoint
 
 import vit
 import vit_te
-from interop import baselines
 from schema import Fp8Config, ModelConfig
 
 
 def build_model(cfg: ModelConfig, fp8: Fp8Config) -> vit.TrainableModel:
     """The model of the config: plain, on TransformerEngine's layers, or another library's; `init_weights` fills it."""
-    if cfg.implementation == "timm":
-        return baselines.TimmViT(cfg)
-    if cfg.implementation == "hf":
-        return baselines.HuggingFaceViT(cfg)
+    if cfg.implementation != "ours":
+        from interop import baselines  # imports all of timm
+
+        return (baselines.TimmViT if cfg.implementation == "timm" else baselines.HuggingFaceViT)(cfg)
     return vit_te.TEVisionTransformer(cfg, fp8) if cfg.transformer_engine else vit.VisionTransformer(cfg)
 
 

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from timm.layers import (
+    Attention,
     AttentionPoolLatent,
     Mlp,
     PatchDropout,
@@ -21,7 +22,6 @@ from timm.layers import (
     get_act_layer,
 )
 from timm.layers import LayerScale as TimmLayerScale
-from timm.models.vision_transformer import Attention
 from torch import nn
 
 from runtime import seeding

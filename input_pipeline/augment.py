@@ -11,9 +11,9 @@ import math
 import random
 from collections.abc import Callable
 
+import timm.data.auto_augment as auto_augment  # not `from timm.data`, which would run all of it
 import torch
 from PIL import Image
-from timm.data import auto_augment
 from timm.data.transforms import RandomResizedCropAndInterpolation, str_to_pil_interp
 from torchvision import transforms
 from torchvision.transforms import functional as F

@@ -20,8 +20,6 @@ import torch
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed, resample_patch_embed
-from timm.models import get_arch_name, is_model_pretrained
-from timm.models.vision_transformer import VisionTransformer as TimmViT
 from torch import Tensor
 
 from interop import hugging_face, jax_files
@@ -280,6 +278,9 @@ def _from_hugging_face(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _read_timm_model(source: str, name: str) -> Source:
+    from timm.models import get_arch_name, is_model_pretrained  # takes a second, for few runs
+    from timm.models.vision_transformer import VisionTransformer as TimmViT
+
     if not timm.is_model(name):
         similar = difflib.get_close_matches(name, timm.list_models() + timm.list_pretrained(), n=1)
         raise ConfigError(

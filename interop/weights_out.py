@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from timm.data import ImageNetInfo
+from timm.data.imagenet_info import ImageNetInfo
 from torch import Tensor
 
 from interop import hugging_face

@@ -3,6 +3,7 @@
 import launch
 
 import importlib.metadata
+import json
 import re
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import yaml
 from configs import load, schema_leaves, small, with_values, yaml_leaves
-from conftest import ROOT, SCRIPTS, error_of, run_command, started_once
+from conftest import ROOT, SCRIPTS, TINY, error_of, run_command, started_once
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -494,3 +495,41 @@ def test_output_folder_has_the_names_of_the_config_and_the_script(launches):
     printed = yaml.safe_load(launches("cfg")[0].stdout)
     assert printed["output_dir"] == "runs/L0_sanity-train_fsdp2"
     assert printed["checkpoint"]["ckpt_dir"] == "runs/L0_sanity-train_fsdp2/checkpoints"
+
+
+# What a start imports
+
+RUN_AND_LOOK = """
+import sys
+sys.argv = ["train_ddp.py", *sys.argv[1:]]
+import train_ddp
+import gc, json
+train_ddp.launch(train_ddp.main)
+ran = {"modules": sorted(sys.modules), "frozen": gc.get_freeze_count(), "collects": gc.isenabled()}
+from timm.data import resolve_data_config
+import timm
+model = timm.create_model("vit_tiny_patch16_224")
+asked = [resolve_data_config(model=model)["crop_pct"], type(model).__module__, type(timm.data).__name__]
+print(json.dumps(ran | {"asked": asked, "wandb": "wandb" in sys.modules}))
+"""
+# What a plain run has no use for: all models of timm and their way to the network, trackers, plots, a compiler.
+NOT_NEEDED = {"huggingface_hub", "matplotlib", "megatron_fsdp", "pandas", "tensorboard", "transformer_engine"}
+NOT_NEEDED |= {"timm.models", "timm.utils", "torch._inductor.compile_fx", "torch.utils.tensorboard", "transformers"}
+NOT_NEEDED |= {"interop.baselines", "wandb"}
+
+
+def test_a_run_imports_what_it_needs(image_folder, tmp_path):
+    """And timm is whole once it is asked for, without wandb, which it would import here, and fail with it."""
+    (tmp_path / "wandb.py").write_text("raise RuntimeError")
+    overrides = [*TINY, f"data.path={image_folder}", f"output_dir={tmp_path / 'run'}", "num_train_steps=1"]
+    (tmp_path / "run_and_look.py").write_text(RUN_AND_LOOK)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = run_command([tmp_path / "run_and_look.py", *overrides], env=environment)
+    assert done.returncode == 0, done.stderr
+    got = json.loads(done.stdout)
+    assert not NOT_NEEDED & set(got["modules"])
+    assert {"timm.layers", "torch.distributed.checkpoint"} <= set(got["modules"])
+    assert got["frozen"] > 100_000
+    assert got["collects"]
+    assert got["asked"] == [0.9, "timm.models.vision_transformer", "module"]
+    assert not got["wandb"]

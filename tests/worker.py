@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-launch.import_timm_without_wandb()  # as for the entrypoints
+launch.put_timm_off()  # as for the entrypoints
 
 import checkpoint  # noqa: E402
 from observability import metrics  # noqa: E402
