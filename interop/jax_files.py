@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from timm.models.vision_transformer import VisionTransformer as TimmViT
 from torch import nn
 
 from interop.step_weights import first_few, reading
@@ -16,7 +15,7 @@ from schema import ConfigError
 PREFIXES = ("", "opt/target/", "params/", "params/img/")  # before the names of the model's arrays; the last is SigLIP's
 
 
-def read_model(file: Path) -> TimmViT:
+def read_model(file: Path) -> nn.Module:
     """A model of timm's, of the sizes that the arrays tell, with the weights as timm's own loader reads them.
 
     A hidden layer of the head, which timm leaves out, is its `pre_logits.fc`, as in `vit.VisionTransformer`.
@@ -24,6 +23,8 @@ def read_model(file: Path) -> TimmViT:
     Raises:
         ConfigError: it cannot be read, or is another kind of model.
     """
+    from timm.models.vision_transformer import VisionTransformer as TimmViT  # with all of timm, for few runs
+
     with reading(file):
         with np.load(file) as content:  # it unpickles nothing
             found = {name: content[name] for name in content.files}

@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import huggingface_hub
 import numpy as np
 import timm
 import torch
-from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from torch import Tensor
@@ -279,7 +277,6 @@ def _from_hugging_face(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _read_timm_model(source: str, name: str) -> Source:
     from timm.models import get_arch_name, is_model_pretrained  # takes a second, for few runs
-    from timm.models.vision_transformer import VisionTransformer as TimmViT
 
     if not timm.is_model(name):
         similar = difflib.get_close_matches(name, timm.list_models() + timm.list_pretrained(), n=1)
@@ -295,6 +292,8 @@ def _read_timm_model(source: str, name: str) -> Source:
 
 
 def _read_by_timm(source: str, name: str) -> Source:
+    from timm.models.vision_transformer import VisionTransformer as TimmViT
+
     # timm draws weights before it loads others: not from the run's own generator.
     with torch.random.fork_rng(devices=[]), _downloading("it"):
         model = timm.create_model(name, pretrained=True)
@@ -307,6 +306,9 @@ def _read_by_timm(source: str, name: str) -> Source:
 
 def _read_hub_folder(source: str) -> Source:
     """A folder of the hub, of Hugging Face's ViT or of timm, in the cache that their libraries use, too."""
+    import huggingface_hub  # with an HTTP client, for few runs
+    from huggingface_hub.errors import EntryNotFoundError
+
     with _downloading("there is no such file or folder, and of the Hugging Face hub it"):
         folder = Path(huggingface_hub.hf_hub_download(source, "config.json")).parent
         try:
@@ -331,7 +333,7 @@ def _downloading(what: str) -> Iterator[None]:
         library.setLevel(level)
 
 
-def _source_of(model: TimmViT, source: str) -> Source:
+def _source_of(model: Any, source: str) -> Source:
     options = {"num_heads": model.get_submodule("blocks.0.attn").num_heads}
     return Source(model.state_dict(), model.patch_embed.grid_size, source, options)
 

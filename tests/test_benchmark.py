@@ -93,7 +93,7 @@ def test_a_rank_that_torchrun_left_behind_is_ended(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
-        (["step"], "step needs a CUDA GPU"),
+        (["compare"], "compare needs a CUDA GPU"),
         (["profile", "--script", "train_ddp"], "profile needs a CUDA GPU"),
         (["train"], "--scripts train_mfsdp needs a CUDA GPU"),
         (["save"], "--scripts train_mfsdp needs a CUDA GPU"),
@@ -109,6 +109,42 @@ def test_what_needs_a_gpu_says_so_in_one_line(monkeypatch, capsys, tmp_path, arg
     assert error.startswith(f"error: {key}")
     assert error.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+START = """
+import os, sys
+from pathlib import Path
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+say("12:34 a warning of somebody's, which says step 1/ and no time of ours")
+say("12:34:56 torch 2.14.1")
+compiled = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+with open(Path(__file__).with_name("starts.txt"), "a") as starts:
+    print("warm" if compiled.exists() else "cold", file=starts)
+compiled.mkdir(exist_ok=True)
+say("12:34:57 step 1/3  loss 2.3")
+say("12:34:57 step 2/3  loss 2.2")
+if "fails=true" in sys.argv:
+    sys.exit("the disk is full")
+say("12:34:57 step 3/3  loss 2.1")
+"""
+
+
+def test_a_start_is_timed_without_and_with_the_compilers_caches(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # of the user's, who has compiled all this before
+    (tmp_path / "train_ddp.py").write_text(START)
+    args = argparse.Namespace(scripts=["train_ddp"], nproc=0, steps=3, timeout=60, overrides=[])
+    got = benchmark.start(args)["train_ddp"]
+    assert list(got) == ["first", "second"]
+    for row in got.values():
+        assert list(row) == ["log_s", "step_1_s", "step_3_s"]
+        assert list(row.values()) == sorted(row.values())
+    assert (tmp_path / "starts.txt").read_text().split() == ["cold", "warm"]
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    with pytest.raises(SystemExit, match=r"train_ddp ended with 1 before step 3(.*\n)+the disk is full"):
+        benchmark.start(argparse.Namespace(**(vars(args) | {"overrides": ["fails=true"]})))
 
 
 def test_a_profile_counts_kernels_and_not_the_ranges_around_them():

@@ -3,6 +3,8 @@
     python tools/benchmark.py train --nproc 2 --output benchmarks/h100x2_b16.json -- \
         --config-name vit_base_patch16_224 data=synthetic num_epochs=null num_train_steps=50
 
+    python tools/benchmark.py start --nproc 8 --output benchmarks/h100x8_start.json -- \
+        --config-name vit_base_patch16_224 data=synthetic compile=true
     python tools/benchmark.py compare --output benchmarks/compare_h200.json
     torchrun --standalone --nproc-per-node 2 tools/benchmark.py profile --script train_fsdp2 --output p.json -- \
         --config-name vit_te_large_patch16_224 data=synthetic num_epochs=null num_train_steps=30
@@ -10,6 +12,8 @@
 
 `train` runs the three entrypoints one after the other, each in processes of its own, with the same overrides, and reads
 their metrics.jsonl: the whole loss curve, and the median of speed, MFU and memory over the log lines after the warm-up.
+`start` takes the seconds from the launch of each entrypoint to the first line of its log, to its first step and to its
+last, twice: with empty caches of torch.compile and Triton, and with those that the first start filled.
 `compare` times one GPU's whole step of an entrypoint of ours and of its peers (timm, Hugging Face, torchvision, bare
 TransformerEngine, DeepSpeed), each after its gradients were compared with float32 timm's: a table and a picture.
 `save` times how long saves hold up the training, synchronous and asynchronous ones, as a run's log tells it.
@@ -35,6 +39,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -208,6 +213,55 @@ def save(args: argparse.Namespace) -> dict[str, Any]:
             results[f"{script}, async_save={way}"] = row
             print(json.dumps(row), flush=True)
     return results
+
+
+def start(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds from the launch of each entrypoint to what a user waits for, without and with the caches of a compiler.
+
+    Whether the machine still had the packages' files in memory at the first start is not known.
+    """
+    results = {}
+    length = ["num_epochs=null", f"num_train_steps={args.steps}", "logger.frequency=1", *NO_EVALUATION]
+    for script in args.scripts:
+        results[script] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+            for which in ("first", "second"):
+                output = [f"output_dir={folder}/{which}", "checkpoint.ckpt_dir=null"]
+                row = seconds_to_steps(script, [*args.overrides, *length, *output], args, environment=caches)
+                results[script][which] = row
+                print(json.dumps({"script": script, "start": which} | row), flush=True)
+    return results
+
+
+def seconds_to_steps(
+    script: str, overrides: list[str], args: argparse.Namespace, *, environment: dict[str, str]
+) -> dict[str, float]:
+    """When a run of an entrypoint wrote its first line, its first step and its last, in seconds since its launch."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"] if args.nproc else []
+    command = [sys.executable, *torchrun, str(ROOT / f"{script}.py"), *overrides]
+    time_of_day = r"\d\d:\d\d:\d\d "
+    lines = {"log_s": time_of_day} | {f"step_{n}_s": f"{time_of_day}step {n}/" for n in (1, args.steps)}
+    found: dict[str, float] = {}
+    written = ""
+    launched = time.perf_counter()
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ | environment
+    ) as process:
+        timer = threading.Timer(args.timeout, process.terminate)
+        timer.start()
+        for line in cast(Any, process.stderr):
+            seconds = round(time.perf_counter() - launched, 2)
+            written += line
+            for name in [name for name, pattern in lines.items() if name not in found and re.match(pattern, line)]:
+                found[name] = seconds
+        timer.cancel()
+    if process.returncode or len(found) < len(lines):
+        sys.exit(
+            f"{script} ended with {process.returncode} before step {args.steps}, --timeout={args.timeout:g}:\n"
+            f"{written[-4000:]}"
+        )
+    return found
 
 
 # One GPU's step. Batches as in the project's first measurements.
@@ -558,9 +612,10 @@ def check_device(args: argparse.Namespace) -> None:
 
     import torch
 
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # another way to look would keep CUDA from this process's forks
     if torch.cuda.is_available():
         return
-    if args.what in ("step", "profile"):
+    if args.what in ("compare", "profile"):
         exit_with(f"{args.what} needs a CUDA GPU, and torch sees none: run it on a machine with one")
     if "train_mfsdp" in getattr(args, "scripts", ()):
         exit_with("--scripts train_mfsdp needs a CUDA GPU, and torch sees none: give --scripts train_ddp train_fsdp2")
@@ -582,6 +637,13 @@ def main() -> None:
     sub.add_argument("--scripts", nargs="+", default=["train_ddp", "train_fsdp2", "train_mfsdp"])
     sub.add_argument("--nproc", type=int, default=1)
     sub.add_argument("--every", type=int, default=4, help="steps between saves; a run has three")
+    sub.add_argument("--timeout", type=float, default=300, help="seconds a run")
+    sub.add_argument("--output", type=Path, required=True)
+    sub.add_argument("overrides", nargs="*", help="after --: the entrypoints' own arguments")
+    sub = commands.add_parser("start", help="seconds from the launch to the first log line, step and a later step")
+    sub.add_argument("--scripts", nargs="+", default=["train_ddp", "train_fsdp2", "train_mfsdp"])
+    sub.add_argument("--nproc", type=int, default=0, help="processes of torchrun; 0 = one process without torchrun")
+    sub.add_argument("--steps", type=int, default=12, help="of a run; CUDA graphs are recorded in step 12")
     sub.add_argument("--timeout", type=float, default=300, help="seconds a run")
     sub.add_argument("--output", type=Path, required=True)
     sub.add_argument("overrides", nargs="*", help="after --: the entrypoints' own arguments")
@@ -615,7 +677,8 @@ def main() -> None:
     if args.what == "plot":
         plot(args)
         return
-    results = {"train": train, "save": save, "compare": compare, "loader": loader, "profile": profile}[args.what](args)
+    measures = {"train": train, "save": save, "start": start, "compare": compare, "loader": loader, "profile": profile}
+    results = measures[args.what](args)
     if int(os.environ.get("RANK", "0")) == 0:
         write(args.output, results)
         if args.what == "profile":
