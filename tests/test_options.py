@@ -124,7 +124,7 @@ ON = {
     "not exported": {"checkpoint.save_final_model": False},
 }  # fmt: skip
 # Refused on a machine without a GPU whatever else is set, or read by TransformerEngine only: tests/test_fp8.py.
-OF_A_GPU = {"compile", "data.decoder", "profiler.memory_snapshot", "model.transformer_engine", "ddp.cuda_graphs"}
+OF_A_GPU = {"compile", "data.decoder", "profiler.memory_snapshot", "model.transformer_engine", "cuda_graphs"}
 OF_A_GPU |= {"fsdp2.cpu_offload"} | {key for key in schema_leaves() if key.startswith("fp8_config.")}
 OF_A_GPU |= {"mfsdp.outer_dp_sharding_strategy"}
 NEVER = {"data.image_size", "distributed.tp", "distributed.dp_outer", "distributed.dp_shard"}  # but as derived, alone
@@ -325,7 +325,7 @@ def options(script, typed, **changes):
 @pytest.mark.parametrize(
     ("typed", "key", "value", "fragments"),
     [
-        ("ddp.cuda_graphs", "ddp__cuda_graphs", True, ["=true does nothing in train_fsdp2.py", "use train_ddp.py"]),
+        ("ddp.bucket_cap_mb", "ddp__bucket_cap_mb", 50, ["=50 does nothing in train_fsdp2.py", "use train_ddp.py"]),
         ("mfsdp", "mfsdp__zero_dp_strategy", "optim", ["mfsdp.zero_dp_strategy=optim", "use train_mfsdp.py"]),
         ("ema.use_warmup", "ema__use_warmup", True, ["with ema.decay=null", "set ema.decay="]),
         ("data.mixup_prob", "data__mixup_prob", 0.5, ["data.mixup_prob=0.5", "data.mixup=0 and data.cutmix=0"]),

@@ -416,7 +416,7 @@ def test_te_is_refused_by_name(monkeypatch):
     with pytest.raises(schema.ConfigError, match="needs a CUDA GPU"):
         launch.check_script(launch.load_config("L0_sanity", good), "train_ddp", 1)
     for overrides, match in (
-        (te, "model.act_layer=gelu with"),
+        (te, "with model.act_layer=gelu "),
         ([*good, "precision=fp32"], "precision=fp32 with"),
         ([*good, "compile=true"], "compile=true with"),
     ):

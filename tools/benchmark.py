@@ -33,6 +33,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -69,7 +70,7 @@ def provenance() -> dict[str, Any]:
         ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True
     )
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]),
         "card": f"{len(cards)} x {cards[0]}" if cards else f"CPU, {os.cpu_count()} cores",
         "versions": versions,
         "commit": os.environ.get("COMMIT") or described.stdout.strip() or "unknown",  # COMMIT: for a copy without .git
