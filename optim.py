@@ -121,7 +121,7 @@ class Lamb(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if not (state := self.state[parameter]):
                     state |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                    state["step"] = torch.zeros(())
+                    state["step"] = torch.tensor(0.0)  # not zeros(()): a fake one (tools/dry_run.py) has its value
                 state["step"] += 1  # on the host; an empty shard counts, too
             present = [p for p in group["params"] if p.grad is not None]
             updates = dict(zip(present, self._updates(present, group), strict=True))
