@@ -39,6 +39,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "curve": (*TRAINING, "vit_te.py"),
     "demo": (*TRAINING, "train_fsdp2.py", "config/L0_sanity.yaml"),
     "doctor": ("tools/doctor.py",),
+    "estimate": ("tools/estimate.py", "tools/check_estimate.py"),
     "feed": (*TRAINING, *READING),
     "fused_attn": ("vit.py", "modeling.py", "trainer.py"),
     "image_build": ("Dockerfile", "requirements.txt", "requirements-gpu.txt"),

@@ -1,0 +1,144 @@
+"""tools/estimate.py and tools/check_estimate.py, by arithmetic."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+from conftest import ROOT
+
+import check_estimate
+import estimate
+import figures
+
+P, BLOCK, FLOPS = 86_567_656, 7_087_872, 35.13e9  # of B/16: parameters, those of a block, FLOPs of a forward pass
+NETWORK = 50.0
+
+
+def config(*overrides):
+    return estimate.config_of("vit_base_patch16_224", list(overrides), "train_fsdp2")
+
+
+def estimated(script, gpus, *overrides):
+    cfg = config(*overrides)
+    return estimate.estimate(cfg, script, gpus, estimate.Shape.of(cfg), network=NETWORK)
+
+
+def test_shape():
+    shape = estimate.Shape.of(config())
+    assert (shape.params, shape.block) == (P, BLOCK)
+    assert shape.flops == pytest.approx(FLOPS, rel=1e-3)
+
+
+def test_memory():
+    """A block keeps 16 tensors of (images, tokens, width); 11 more are kept elsewhere; two bytes a number."""
+    stream = 2 * 128 * 197 * 768
+    ddp = estimated("train_ddp", 8)
+    parts = {"weights": 6 * P, "gradients": 4 * P, "optimizer": 8 * P, "activations": stream * (12 * 16 + 11)}
+    assert ddp.memory == pytest.approx({name: size / 2**30 for name, size in parts.items()})
+    assert ddp.peak == pytest.approx(sum(parts.values()) / 2**30)
+
+    fsdp2 = estimated("train_fsdp2", 8, "micro_batch_size=64")
+    gathered = 2 * (P - 12 * BLOCK + 2 * BLOCK) + 6 * BLOCK
+    parts = {"weights": 4 * P / 8, "gradients": 4 * P / 8, "optimizer": 8 * P / 8, "gathered": gathered}
+    parts |= {"activations": stream / 2 * (12 * 16 + 11), "whole gradients": 4 * P}
+    assert fsdp2.memory == pytest.approx({name: size / 2**30 for name, size in parts.items()})
+    assert fsdp2.peak == pytest.approx((sum(parts.values()) - 4 * P / 8) / 2**30)
+
+    recomputed = estimated("train_fsdp2", 8, "activation_checkpointing=true")
+    assert recomputed.memory["activations"] == pytest.approx(stream * (12 + 16 + 11) / 2**30)
+    assert estimated("train_fsdp2", 8, "distributed.dp_outer=4").memory["weights"] == pytest.approx(4 * P / 2 / 2**30)
+
+
+def test_time():
+    compute = 128 * 3 * FLOPS / (3984.0 * 105.4e9)
+    host = 61.0 / 2e3  # B/16 has half of L/16's blocks
+    ring = 2 * (4 * P * 7 / 8 / 295.1e9 + 14 * 7 * 3e-6)  # an all-reduce of 14 buckets of 25 MiB
+    got = estimated("train_ddp", 8)
+    assert got.compute == pytest.approx(compute, rel=1e-3)
+    assert (got.host, got.network) == (host, pytest.approx(ring))
+    assert got.step == pytest.approx(compute + ring * 4.38 / 29.22, rel=1e-3)
+
+    assert estimated("train_ddp", 8, "micro_batch_size=32").host == pytest.approx(4 * host)
+    assert estimated("train_ddp", 1).network == 0
+    assert estimated("train_ddp", 8, "activation_checkpointing=true").compute == pytest.approx(4 / 3 * got.compute)
+    assert estimated("train_ddp", 8, "cuda_graphs=true").host == 0.005
+
+
+def test_collectives():
+    """FSDP2 gathers BF16 twice a microbatch, reduces FP32 once a step; HSDP then adds up the parts over nodes."""
+    hop = 3e-6
+    sharded = 2 * 2 * P * 7 / 8 / 295.1e9 + 26 * 7 * hop + 4 * P * 7 / 8 / 295.1e9 + 13 * 7 * hop
+    assert estimated("train_fsdp2", 8).network == pytest.approx(sharded)
+    replicas = 2 * (4 * P / 8 * 3 / 4 / 50e9 + 13 * 3 * hop)  # 4 nodes, one card of each in a group
+    assert estimated("train_fsdp2", 32, "distributed.dp_outer=4").network == pytest.approx(sharded + replicas)
+    twice = estimated("train_fsdp2", 8, "micro_batch_size=64").network
+    assert twice == pytest.approx(sharded + 2 * 2 * P * 7 / 8 / 295.1e9 + 26 * 7 * hop)
+
+
+def test_what_fits():
+    cfg = config("model=vit_10b_patch14_224")
+    shape = estimate.Shape.of(cfg)
+    found = estimate.ways(cfg, 8, 130.0, shape, network=NETWORK)
+    assert found["train_ddp"] is None  # 18 bytes of 10 billion parameters
+    for script in ("train_fsdp2", "train_mfsdp"):
+        way = found[script]
+        assert way is not None
+        assert way.peak <= 130
+        again = dataclasses.replace(cfg, micro_batch_size=way.settings["micro_batch_size"])
+        assert estimate.estimate(again, script, 8, shape, network=NETWORK).step == way.step
+    assert set(estimate.ways(cfg, 1, 130.0, shape, network=NETWORK).values()) == {None}
+
+
+def told(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["tools/estimate.py", *arguments])
+    code = 0
+    try:
+        estimate.main()
+    except SystemExit as ended:
+        code = ended.code
+    return code, capsys.readouterr()
+
+
+def test_program(monkeypatch, capsys):
+    code, said = told(monkeypatch, capsys, "vit_base_patch16_224", "--gpus", "8,64", "optimizer.lr=2e-3")
+    assert code == 0
+    assert "86,567,656 parameters" in said.out
+    assert "8 x H200: 375,341 steps of 1024 images, compiled blocks" in said.out
+    assert said.out.count("* train_") == 2  # what it recommends
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["vit_base_patch16_224", "precision=fp32"], "precision=fp32: only bf16 was measured"),
+        (["vit_base_patch16_224", "--gpus", "7"], "global_batch_size=1024 is not micro_batch_size=146 x 7 ranks"),
+        (["vit_base_patch16_224", "--gpus", "eight"], "--gpus=eight: give numbers above 0"),
+        (["vit_base_patch16_224", "optimzer.lr=1"], "unknown key optimzer.lr"),
+        (["vit_base_patch16_224", "--card", "A100"], "invalid choice: 'A100'"),
+    ],
+)
+def test_errors(monkeypatch, capsys, arguments, complaint):
+    code, said = told(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert len(said.err.strip().splitlines()) == 1
+    assert complaint in said.err
+
+
+def test_rates_are_in_their_files():
+    for known in estimate.RATES.values():
+        for speed, _, file, commit in known.values():
+            assert commit in figures.commits(file)
+            rows = [row for row in check_estimate.measured_runs() if row["file"] == file]
+            assert any(round(row["images_per_second"], 1) == speed for row in rows), (speed, file)
+
+
+@pytest.mark.slow
+def test_the_comparison_is_of_this_tool(tmp_path):
+    check_estimate.compare(tmp_path / "estimate.json")
+    now, kept = (
+        json.loads(path.read_text())["results"]
+        for path in (tmp_path / "estimate.json", ROOT / "benchmarks/estimate.json")
+    )
+    assert now == kept
+    assert len(now["rows"]) > 30

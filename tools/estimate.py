@@ -1,0 +1,276 @@
+"""What a run would take before it is started: memory of a card by part, time of a step, hours to its end.
+
+    python tools/estimate.py vit_base_patch16_224 --card H200 --gpus 1,8,64,1024 model=vit_10b_patch14_224
+
+CONFIG and the overrides are an entrypoint's. For each strategy the fastest settings that fit are printed; * marks the
+fastest of all. The rates are measured ones (`RATES`, `HOST_MS`, `HIDDEN`, each with its file under benchmarks/ and its
+commit), what is assumed is named in `ASSUMED`. Reading images, evaluations and saves are not in it. How far off it is
+from runs that were measured, row by row: benchmarks/estimate.json, by tools/check_estimate.py.
+"""
+
+import dataclasses
+import itertools
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import launch  # noqa: E402  (before torch)
+
+import torch  # noqa: E402
+
+from modeling import build_model  # noqa: E402
+from schema import Config, ConfigError, RunSizes  # noqa: E402
+
+GIB = 2**30
+IMAGENET = 1281167
+SCRIPTS = ("train_ddp", "train_fsdp2", "train_mfsdp")
+# Memory that a run can have, of what the card is sold with. The H100's rates are the H200's: the same processor.
+CARDS = {"H200": 139.8, "H100": 79.2}
+USABLE = 0.93
+
+# Blocks -> width -> (images/s of one card, GFLOP of an image's step, file, commit): everything but the host's waits.
+LEVERS, STEP_B_L = ("levers_h200x1.log", "306d7a77cc7f"), ("step_h200_b16_l16.json", "429da998660a")
+RATES: dict[str, dict[int, tuple[float, float, str, str]]] = {
+    "eager": {768: (2739.7, 105.4, "train_b16_blocks_eager_h200x1.json", "429da998660a")},
+    "compiled": {
+        768: (3984.0, 105.4, *LEVERS),
+        1024: (1253.8, 369.6, *STEP_B_L),
+        1280: (438.0, 1004.0, "step_h200_h14.json", "429da998660a"),
+    },
+    "te": {768: (4165.0, 105.4, *LEVERS), 1024: (1353.0, 369.6, *LEVERS), 1280: (473.0, 1004.0, *LEVERS)},
+    "fp8": {768: (5148.0, 105.4, *LEVERS), 1024: (1743.0, 369.6, *LEVERS), 1280: (634.0, 1004.0, *LEVERS)},
+}
+# Host time of a microbatch of L/16, which has 24 blocks, ms: cuda_graphs_h200x1.log, of commit f5e4c76. Eager blocks
+# were not measured so; they get the compiled ones' time, which is a lower bound.
+HOST_MS = {
+    "compiled": {"train_ddp": 61.0, "train_fsdp2": 146.0, "train_mfsdp": 162.0},
+    "te": {"train_ddp": 133.0, "train_fsdp2": 222.0, "train_mfsdp": 246.0},
+    "fp8": {"train_ddp": 167.0, "train_fsdp2": 242.0, "train_mfsdp": 214.0},
+}
+GRAPHED_HOST_MS = 5.0  # of a step with cuda_graphs: the same file, docs/performance.md
+# Share of the time of collectives that lies behind compute: profile_l16_h200x2_te_bf16_*.json, of commits 429da998660a
+# and (FSDP2) f1adbccf1875. Their kernels' time has the wait for the other card in it.
+HIDDEN = {"train_ddp": 1 - 4.38 / 29.22, "train_fsdp2": 1 - 65.38 / 176.47, "train_mfsdp": 1 - 171.49 / 265.94}
+NVLINK_GBS = 295.1  # of a link in an all-reduce: doctor_h200x2.log, of commit 4164698f9b1c
+ASSUMED = {"network GB/s a card": 50.0, "microseconds a hop of a ring": 3.0, "cards a node": 8}
+
+# Tensors of (images, tokens, width) in BF16 that a block keeps for its backward pass beside the two of the MLP's width:
+# by arithmetic (tests/test_dry_run.py), less what FP8 saves, more what DDP's autocast casts for eager norms. Outside of
+# the blocks, and in the backward pass of one: 11. But for the arithmetic fitted to the peaks in estimate.json.
+KEPT = {"eager": 8.0, "compiled": 8.0, "te": 8.0, "fp8": 6.1}
+KEPT_BY_CASTS, KEPT_OUTSIDE = 2.0, 11.0
+STATE_BYTES = {"adamw": 8, "lamb": 8, "sgd": 4, "muon": 4}  # of the optimizer, a parameter (muon: of the matrices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """One way to run, and what it takes.
+
+    Attributes:
+        script: the entrypoint.
+        settings: overrides that make it so.
+        memory: of a card, GiB by part.
+        peak: the most at one time, GiB.
+        compute: seconds of a step that the card computes.
+        host: seconds that the host launches.
+        network: seconds of collectives, hidden or not.
+        step: seconds of a step.
+    """
+
+    script: str
+    settings: dict[str, Any]
+    memory: dict[str, float]
+    peak: float
+    compute: float
+    host: float
+    network: float
+    step: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What of a model counts: built without storage, on plain blocks, which have the same parameters."""
+
+    params: int
+    block: int
+    flops: float
+
+    @classmethod
+    def of(cls, cfg: Config) -> "Shape":
+        """The config's."""
+        plain = dataclasses.replace(cfg.model, transformer_engine=False)
+        with torch.device("meta"):
+            model = build_model(plain, cfg.fp8_config)
+        block = max(sum(p.numel() for p in unit.parameters()) for unit in model.shard_units())
+        return cls(sum(p.numel() for p in model.parameters()), block, model.flops_per_image())
+
+
+def blocks_of(cfg: Config) -> str:
+    """The kind of the config's blocks."""
+    if cfg.precision != "bf16":
+        raise ConfigError(f"precision={cfg.precision}: only bf16 was measured; give precision=bf16")
+    if cfg.model.transformer_engine:
+        return "fp8" if cfg.fp8_config.enabled else "te"
+    return "compiled" if cfg.compile else "eager"
+
+
+def tflops(kind: str, width: int) -> float:
+    """TFLOP/s of a whole step, from the widest model measured that is not wider, or else the narrowest."""
+    known = RATES[kind]
+    speed, gflop, *_ = known[max((w for w in known if w <= width), default=min(known))]
+    return speed * gflop / 1e3
+
+
+def ring_s(num_bytes: float, ranks: int, in_a_node: int, count: int, *, network: float) -> float:
+    """Seconds of `count` all-gathers or reduce-scatters of together `num_bytes`; an all-reduce is one of each.
+
+    A group that has `in_a_node` of its ranks in each node sends through as many network cards at once.
+    """
+    if ranks == 1:
+        return 0.0
+    rate = NVLINK_GBS if ranks <= in_a_node else min(NVLINK_GBS, in_a_node * network)
+    hops = count * (ranks - 1) * ASSUMED["microseconds a hop of a ring"] / 1e6
+    return num_bytes * (ranks - 1) / ranks / (rate * 1e9) + hops
+
+
+def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: float) -> Estimate:
+    """What a run of `script` with this config takes.
+
+    Raises:
+        ConfigError: the batch does not divide, or precision=fp32.
+    """
+    kind, model = blocks_of(cfg), cfg.model
+    sizes = RunSizes.of(cfg, world_size=gpus, num_train_images=IMAGENET, num_val_images=50000)
+    micro, accumulation = sizes.micro_batch_size, sizes.accumulation
+    outer = cfg.distributed.dp_outer or 1
+    shard, is_ddp, node = gpus // outer, script == "train_ddp", int(ASSUMED["cards a node"])
+    parts = 1 if is_ddp else shard
+
+    # Memory. Megatron-FSDP shards its BF16 weights, too; autocast casts each weight of DDP's once.
+    weights = 6 if is_ddp or script == "train_mfsdp" else 4
+    memory = {"weights": weights * shape.params / parts, "gradients": 4 * shape.params / parts}
+    memory["optimizer"] = STATE_BYTES[cfg.optimizer.name] * shape.params / parts
+    memory["averages"] = 4 * shape.params / parts if cfg.ema.decay else 0
+    casts = KEPT_BY_CASTS if is_ddp and kind == "eager" else 0
+    a_block = KEPT[kind] + casts + 2 * model.mlp_ratio + (2 if model.qk_norm else 0)
+    stream = 2 * micro * model.num_tokens() * model.embed_dim
+    blocks = model.depth + a_block if cfg.activation_checkpointing else model.depth * a_block
+    memory["activations"] = stream * (blocks + KEPT_OUTSIDE)
+    outside = shape.params - model.depth * shape.block
+    memory["gathered"] = 0 if is_ddp else 2 * (outside + 2 * shape.block) + 6 * shape.block
+    if script == "train_fsdp2" and accumulation > 1:
+        memory["whole gradients"] = 4 * shape.params
+    memory["graphs"] = 0.3 * GIB if cfg.cuda_graphs else 0
+    # Sharded gradients are not there yet when the activations are most.
+    late = 0 if is_ddp else min(memory["gradients"], memory["activations"])
+    peak = sum(memory.values()) - late
+
+    # Time.
+    recomputed = 4 / 3 if cfg.activation_checkpointing else 1
+    compute = accumulation * micro * 3 * shape.flops * recomputed / (tflops(kind, model.embed_dim) * 1e12)
+    host = accumulation * HOST_MS[kind if kind in HOST_MS else "compiled"][script] / 24 * model.depth / 1e3
+    host = GRAPHED_HOST_MS / 1e3 if cfg.cuda_graphs else host
+    here = min(node, shard)
+    if is_ddp:
+        buckets = math.ceil(4 * shape.params / (cfg.ddp.bucket_cap_mb * 2**20))
+        collectives = 2 * ring_s(4 * shape.params, gpus, min(node, gpus), buckets, network=network)
+    else:
+        gathers = accumulation * (2 if script == "train_mfsdp" or cfg.fsdp2.reshard_after_forward else 1)
+        reduces = accumulation if script == "train_mfsdp" else 1
+        units = model.depth + 1
+        collectives = ring_s(gathers * 2 * shape.params, shard, here, gathers * units, network=network)
+        collectives += ring_s(reduces * 4 * shape.params, shard, here, reduces * units, network=network)
+        beside = max(node // shard, 1) if gpus > node else outer
+        collectives += 2 * ring_s(4 * shape.params / shard, outer, beside, units, network=network)
+    shown = max((1 - HIDDEN[script]) * collectives, collectives - compute)
+    settings = {"micro_batch_size": micro, "activation_checkpointing": cfg.activation_checkpointing}
+    settings |= {} if is_ddp else {"distributed.dp_outer": outer}
+    in_gib = {name: size / GIB for name, size in memory.items() if size}
+    return Estimate(script, settings, in_gib, peak / GIB, compute, host, collectives, max(compute, host) + shown)
+
+
+def ways(cfg: Config, gpus: int, room: float, shape: Shape, *, network: float) -> dict[str, Estimate | None]:
+    """Strategy -> the fastest of its settings whose peak is at most `room` GiB, or None."""
+    best: dict[str, Estimate | None] = {}
+    share = cfg.global_batch_size // gpus
+    micros = [n for n in range(1, share + 1) if share % n == 0 and cfg.global_batch_size % gpus == 0]
+    node = int(ASSUMED["cards a node"])
+    for script in SCRIPTS:
+        outers = [None] if script == "train_ddp" or gpus <= node or gpus % node else [None, gpus // node]
+        found = []
+        for micro, recomputes, outer in itertools.product(micros, (False, True), outers):
+            if recomputes and cfg.cuda_graphs:
+                continue
+            tried = dataclasses.replace(
+                cfg,
+                micro_batch_size=micro,
+                activation_checkpointing=recomputes,
+                distributed=dataclasses.replace(cfg.distributed, dp_outer=outer, dp_shard=None),
+            )
+            found.append(estimate(tried, script, gpus, shape, network=network))
+        best[script] = min((way for way in found if way.peak <= room), key=lambda way: way.step, default=None)
+    return best
+
+
+def config_of(name: str, overrides: list[str], script: str) -> Config:
+    """The config, whose images need not be there."""
+    given = any(override.startswith(("data=", "data.path=")) for override in overrides)
+    return launch.load_config(name, [*overrides, *([] if given else ["data.path=unused"])], script=script)
+
+
+def show(cfg: Config, card: str, gpus: int, *, network: float) -> None:
+    """Print the table for one number of cards."""
+    shape, room = Shape.of(cfg), CARDS[card] * USABLE
+    steps = RunSizes.of(cfg, world_size=gpus, num_train_images=IMAGENET, num_val_images=50000).num_train_steps
+    print(f"{gpus} x {card}: {steps:,} steps of {cfg.global_batch_size} images, {blocks_of(cfg)} blocks")
+    found = ways(cfg, gpus, room, shape, network=network)
+    fastest = min((way for way in found.values() if way), key=lambda way: way.step, default=None)
+    for script, way in found.items():
+        if way is None:
+            print(f"  {script:<12} does not fit {room:.0f} GiB")
+            continue
+        speed, hours = cfg.global_batch_size / way.step, steps * way.step / 3600
+        mark, times = "*" if way is fastest else " ", f"{speed:10,.0f} images/s {hours:9.1f} h {way.peak:6.1f} GiB"
+        print(f"{mark} {script:<12} {way.step * 1e3:9.1f} ms {times}")
+        parts = f"compute {way.compute * 1e3:.0f}, host {way.host * 1e3:.0f}, collectives {way.network * 1e3:.0f}"
+        print(f"      ms: {parts}")
+        print(f"      GiB: {', '.join(f'{name} {size:.1f}' for name, size in way.memory.items())}")
+        settings = {key: value for key, value in way.settings.items() if value is not False and value != 1}
+        print(f"      {' '.join(f'{key}={to_text(value)}' for key, value in settings.items())}")
+
+
+def to_text(value: Any) -> str:
+    """As a command line has it."""
+    return str(value).lower()
+
+
+def main() -> None:
+    """Parse, then estimate or compare."""
+    parser = launch.Parser(__doc__)
+    parser.add_argument("config", help="a primary config, as for --config-name")
+    parser.add_argument("overrides", nargs="*", help="as for an entrypoint")
+    parser.add_argument("--card", choices=CARDS, default="H200")
+    parser.add_argument("--gpus", default="8", help="numbers of cards, as 8 or 1,8,64")
+    parser.add_argument(
+        "--network", type=float, default=ASSUMED["network GB/s a card"], help="GB/s of a card's network"
+    )
+    args = parser.parse_intermixed_args()
+    numbers = args.gpus.split(",")
+    if not all(number.isdecimal() and int(number) for number in numbers):
+        parser.error(f"--gpus={args.gpus}: give numbers above 0, as 8 or 1,8,64")
+    try:
+        cfg = config_of(args.config, args.overrides, "train_fsdp2")
+        shape = Shape.of(cfg)
+        print(f"{args.config}: {shape.params:,} parameters, {shape.flops / 1e9:,.1f} GFLOP an image's forward pass")
+        for number in numbers:
+            show(cfg, args.card, int(number), network=args.network)
+    except ConfigError as error:
+        launch.exit_with(str(error))
+
+
+if __name__ == "__main__":
+    main()
