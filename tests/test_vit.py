@@ -475,6 +475,21 @@ def test_parameter_count_is_the_published_one(name):
         assert found == 32 * block + outside
 
 
+@pytest.mark.parametrize(
+    ("name", "millions", "pool"),
+    [("vit_22b_patch14_224", 21_743, 453), ("vit_60b_patch14_224", 60_398, 1_258)],
+)
+def test_blocks_of_the_largest_models(name, millions, pool):
+    """21,743 M is the figure of arXiv 2302.05442 (table 1), which counts the blocks; 60 B is none of a paper."""
+    cfg = load(f"model={name}").model
+    with torch.device("meta"):
+        model = VisionTransformer(cfg)
+    matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
+    assert round(matrices / 1e6) == millions
+    assert round(sum(p.numel() for p in model.attn_pool.parameters() if p.ndim == 2) / 1e6) == pool
+    assert cfg.embed_dim // cfg.num_heads == 128
+
+
 def test_every_published_size_has_a_config():
     assert PUBLISHED.keys() <= set(MODEL_CONFIGS)
 

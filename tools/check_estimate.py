@@ -60,7 +60,7 @@ def measured_runs() -> list[dict[str, Any]]:
                 rows.append(row | {"images_per_second": got["images_per_second"], "peak_gib": got["peak_gib"]})
     levers = (folder / estimate.LEVERS[0]).read_text()
     for size, batch, script, blocks, graphs, _, speed, peak in LEVERS_ROW.findall(levers):
-        row = synthetic(SIZES[size], int(batch), {"fp8d": "fp8"}.get(blocks, blocks))
+        row = synthetic(SIZES[size], int(batch), "fp8" if blocks == "fp8d" else blocks)
         row["overrides"].append(f"cuda_graphs={str(graphs == 'on').lower()}")
         row |= {"file": estimate.LEVERS[0], "commit": estimate.LEVERS[1], "script": f"train_{script}"}
         rows.append(row | {"images_per_second": float(speed), "peak_gib": float(peak)})
