@@ -222,6 +222,13 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
                     f"model.{key}={getattr(cfg.model, key)}: Megatron-FSDP keeps what is not trained in BF16 alone, "
                     "and checkpoints would lose the rest; use train_fsdp2.py"
                 )
+        if outer > 1 and shard == 1 and (microbatches := split_batch(cfg, world_size).accumulation) > 1:
+            # To be lifted once gradients were seen to equal DDP's on GPUs: the issue is open in megatron-fsdp 0.6.1.
+            raise ConfigError(
+                f"distributed.dp_outer={outer} with one rank a shard and {microbatches} microbatches a step: "
+                "Megatron-FSDP may count gradients twice there (NVIDIA/Megatron-LM#6660); set distributed.dp_outer=null "
+                f"or micro_batch_size={cfg.global_batch_size // world_size}, or use train_fsdp2.py"
+            )
         if not torch.cuda.is_available():
             raise ConfigError(
                 "train_mfsdp.py needs a CUDA GPU (Megatron-FSDP has no CPU path): use train_fsdp2.py here"
