@@ -223,11 +223,13 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
                     "and checkpoints would lose the rest; use train_fsdp2.py"
                 )
         if outer > 1 and shard == 1 and (microbatches := split_batch(cfg, world_size).accumulation) > 1:
-            # To be lifted once gradients were seen to equal DDP's on GPUs: the issue is open in megatron-fsdp 0.6.1.
+            # Reported in Megatron-LM#6660, repaired by #6773, which 0.6.1 does not have. One rank in all is fine
+            # (tests/test_gpu.py). To be lifted once gradients with replicas were seen to equal DDP's on GPUs.
             raise ConfigError(
                 f"distributed.dp_outer={outer} with one rank a shard and {microbatches} microbatches a step: "
-                "Megatron-FSDP may count gradients twice there (NVIDIA/Megatron-LM#6660); set distributed.dp_outer=null "
-                f"or micro_batch_size={cfg.global_batch_size // world_size}, or use train_fsdp2.py"
+                "Megatron-FSDP may scale gradients once too often there (NVIDIA/Megatron-LM#6660); set "
+                f"distributed.dp_outer=null, micro_batch_size={cfg.global_batch_size // world_size}, or use "
+                "train_fsdp2.py"
             )
         if not torch.cuda.is_available():
             raise ConfigError(
