@@ -203,7 +203,7 @@ def test_compiled_blocks_share_their_graphs(runs, nproc, script):
         assert "error" not in rank, rank["error"]
 
 
-@pytest.mark.parametrize(("option", "script"), itertools.product(("compile", "recompute"), SCRIPTS))
+@pytest.mark.parametrize(("option", "script"), [*itertools.product(("compile", "recompute"), SCRIPTS)])
 def test_compile_and_recompute_change_nothing(runs, nproc, script, option):
     _, folder = runs(nproc)
     eager = column(folder, f"{script}-1", "train/loss")
