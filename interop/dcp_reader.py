@@ -5,6 +5,7 @@ the index calls an object, not a tensor, is unpickled without limits when it is 
 what an index is made of, and its objects are left out: the checkpoints of this recipe hold tensors alone.
 """
 
+import enum
 import pathlib
 import pickle
 from typing import Any
@@ -41,9 +42,18 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local") and name in PATHS:  # the second one is Python 3.13's
             return getattr(pathlib, f"Pure{name.removeprefix('Pure')}")  # readable on any system
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name in INDEX_NAMES.get(module, ()):  # a name with a dot in it, "os.system" of metadata, is not there
             return super().find_class(module, name)
         raise ConfigError(f"it names {module}.{name}, which is not a class of a checkpoint")
+
+
+def _member(enumeration: Any, name: str) -> Any:
+    """A member of an enumeration, for which some Pythons (3.11.2 is one, 3.11.7 not) put the function getattr."""
+    if not (isinstance(enumeration, type) and issubclass(enumeration, enum.Enum)):
+        raise ConfigError("it names builtins.getattr of no enumeration, which is not a class of a checkpoint")
+    return enumeration[name]
 
 
 class Reader(FileSystemReader):

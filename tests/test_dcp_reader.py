@@ -2,6 +2,7 @@
 
 import launch  # noqa: F401  (before torch)
 
+import enum
 import os
 import pathlib
 import pickle
@@ -79,7 +80,6 @@ def named(module, name):
     [
         ("os", "system"),
         ("builtins", "eval"),
-        ("builtins", "getattr"),
         ("torch", "load"),
         ("torch.serialization", "os.system"),
         ("torch.distributed.checkpoint.metadata", "os.system"),
@@ -125,6 +125,24 @@ def test_an_index_reads_as_torch_reads_it(stored_weights, tmp_path):
     (tmp_path / ".metadata").write_bytes(content)
     assert b"pathlib._local" in content
     assert Reader(tmp_path).read_metadata().storage_meta.checkpoint_id == pathlib.PurePosixPath(folder)
+
+
+class OtherPython(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.2 does, and 3.11.7 does not."""
+
+    def reducer_override(self, thing):
+        return (getattr, (type(thing), thing.name)) if isinstance(thing, enum.Enum) else NotImplemented
+
+
+def test_an_index_of_a_python_that_writes_getattr_is_read_and_getattr_gets_nothing_else(stored_weights, tmp_path):
+    want = Reader(stored_weights[1] / "step_00000012").read_metadata()
+    file = tmp_path / ".metadata"
+    with file.open("wb") as stream:
+        OtherPython(stream).dump(want)
+    assert b"getattr" in file.read_bytes()
+    assert Reader(tmp_path).read_metadata().state_dict_metadata == want.state_dict_metadata
+    file.write_bytes(b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nMetadata\nV__init__\ntR.")
+    assert "it names builtins.getattr of no enumeration" in error_of(Reader(tmp_path).read_metadata)
 
 
 def test_nothing_of_ours_reads_a_checkpoint_otherwise():
