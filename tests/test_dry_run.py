@@ -72,6 +72,13 @@ def test_replicas_of_shards_with_accumulation():
     assert trial.memory["gathered weights"] == 2 * whole(flat)
 
 
+def test_weights_that_stay_gathered_are_gathered_once():
+    trial, units = tried("train_fsdp2", "fsdp2.reshard_after_forward=false", "model.depth=4")
+    flat = [shape for unit in units for shape in unit]
+    assert trial.collectives[dry_run.Collective("all-gather", 8)] == (5, 4 * 8 * sharded(flat, 8))
+    assert trial.memory["gathered weights"] == 4 * whole(flat)
+
+
 def test_ddp():
     trial, units = tried("train_ddp", "micro_batch_size=1", "ema.decay=0.9")
     flat = [shape for unit in units for shape in unit]

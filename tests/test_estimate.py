@@ -45,6 +45,8 @@ def test_memory():
     assert fsdp2.memory == pytest.approx({name: size / 2**30 for name, size in parts.items()})
     assert fsdp2.peak == pytest.approx((sum(parts.values()) - 4 * P / 8) / 2**30)
 
+    gathered = estimated("train_fsdp2", 8, "fsdp2.reshard_after_forward=false").memory["gathered"]
+    assert gathered == pytest.approx((2 * P + 6 * BLOCK) / 2**30)
     recomputed = estimated("train_fsdp2", 8, "activation_checkpointing=true")
     assert recomputed.memory["activations"] == pytest.approx(stream * (12 + 16 + 11) / 2**30)
     assert estimated("train_fsdp2", 8, "distributed.dp_outer=4").memory["weights"] == pytest.approx(4 * P / 2 / 2**30)
@@ -72,6 +74,8 @@ def test_collectives():
     assert estimated("train_fsdp2", 8).network == pytest.approx(sharded)
     replicas = 2 * (4 * P / 8 * 3 / 4 / 50e9 + 13 * 3 * hop)  # 4 nodes, one card of each in a group
     assert estimated("train_fsdp2", 32, "distributed.dp_outer=4").network == pytest.approx(sharded + replicas)
+    once = estimated("train_fsdp2", 8, "fsdp2.reshard_after_forward=false").network
+    assert once == pytest.approx(sharded - 2 * P * 7 / 8 / 295.1e9 - 13 * 7 * hop)
     twice = estimated("train_fsdp2", 8, "micro_batch_size=64").network
     assert twice == pytest.approx(sharded + 2 * 2 * P * 7 / 8 / 295.1e9 + 26 * 7 * hop)
 
@@ -106,12 +110,19 @@ def test_program(monkeypatch, capsys):
     assert "86,567,656 parameters" in said.out
     assert "8 x H200: 375,341 steps of 1024 images, compiled blocks" in said.out
     assert said.out.count("* train_") == 2  # what it recommends
+    assert said.out.count("the host sets the pace") == 5  # all at 64 cards, and at 8 the two that shard
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["vit_base_patch16_224", "precision=fp32"], "precision=fp32: only bf16 was measured"),
+        (["vit_base_patch16_224", "precision=fp32"], "precision=fp32 is not in the estimate: set precision=bf16"),
+        (
+            ["vit_base_patch16_224", "model.freeze=backbone"],
+            "model.freeze=backbone is not in the estimate",
+        ),
+        (["vit_base_patch16_224", "mfsdp.zero_dp_strategy=optim"], "mfsdp.zero_dp_strategy=optim is not in"),
+        (["vit_base_patch16_224", "fsdp2.cpu_offload=true"], "fsdp2.cpu_offload=true is not in the estimate"),
         (["vit_base_patch16_224", "--gpus", "7"], "global_batch_size=1024 is not micro_batch_size=146 x 7 ranks"),
         (["vit_base_patch16_224", "--gpus", "eight"], "--gpus=eight: give numbers above 0"),
         (["vit_base_patch16_224", "optimzer.lr=1"], "unknown key optimzer.lr"),

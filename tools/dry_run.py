@@ -139,13 +139,14 @@ class Saved:
         return sum(self.bytes.values())
 
 
-class OutOfFakes(contextlib.ExitStack):
+class WithoutRanks(contextlib.ExitStack):
     """Replaces what an entrypoint's `main` calls and what cannot be without ranks, data or storage."""
 
     def __init__(self, entrypoint: Any, ranks: int, train: Callable[..., dict[str, float]]) -> None:
         super().__init__()
         self.enter_context(torch.compiler.set_stance("force_eager"))
-        self.enter_context(warnings.catch_warnings(action="ignore"))
+        self.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
         self.put(entrypoint, "dist_session", lambda cfg: fake_session(cfg, ranks))
         self.put(entrypoint, "build_loaders", lambda *args, **kwargs: ((), ()))
         self.put(entrypoint, "train", train)
@@ -277,7 +278,7 @@ def dry_run(cfg: Config, script: str, ranks: int) -> Trial:
         return {}
 
     entrypoint = importlib.import_module(script)
-    with OutOfFakes(entrypoint, ranks, train):
+    with WithoutRanks(entrypoint, ranks, train):
         entrypoint.main(cfg)
     return found[0]
 

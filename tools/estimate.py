@@ -4,8 +4,8 @@
 
 CONFIG and the overrides are an entrypoint's. For each strategy the fastest settings that fit are printed; * marks the
 fastest of all. The rates are measured ones (`RATES`, `HOST_MS`, `HIDDEN`, each with its file under benchmarks/ and its
-commit), what is assumed is named in `ASSUMED`. Reading images, evaluations and saves are not in it. How far off it is
-from runs that were measured, row by row: benchmarks/estimate.json, by tools/check_estimate.py.
+commit), what is assumed is named in `ASSUMED`. Not in it: reading images, evaluations, saves, FP8 weights. How far off
+it is from runs that were measured, row by row: benchmarks/estimate.json, by tools/check_estimate.py.
 """
 
 import dataclasses
@@ -109,10 +109,30 @@ class Shape:
         return cls(sum(p.numel() for p in model.parameters()), block, model.flops_per_image())
 
 
+def check(cfg: Config, script: str) -> None:
+    """Refuse by name what the estimate does not know.
+
+    Raises:
+        ConfigError: naming the key, its value and what it must be.
+    """
+    needed: list[tuple[str, Any, Any]] = [("precision", cfg.precision, "bf16")]
+    needed += [("model.freeze", cfg.model.freeze, None), ("model.implementation", cfg.model.implementation, "ours")]
+    if script == "train_fsdp2":
+        needed.append(("fsdp2.cpu_offload", cfg.fsdp2.cpu_offload, False))
+    if script == "train_mfsdp":
+        needed.append(("mfsdp.zero_dp_strategy", cfg.mfsdp.zero_dp_strategy, "optim_grads_params"))
+    for key, value, wanted in needed:
+        if value != wanted:
+            raise ConfigError(f"{key}={to_text(value)} is not in the estimate: set {key}={to_text(wanted)}")
+
+
+def to_text(value: Any) -> str:
+    """As a command line has it."""
+    return "null" if value is None else str(value).lower()
+
+
 def blocks_of(cfg: Config) -> str:
     """The kind of the config's blocks."""
-    if cfg.precision != "bf16":
-        raise ConfigError(f"precision={cfg.precision}: only bf16 was measured; give precision=bf16")
     if cfg.model.transformer_engine:
         return "fp8" if cfg.fp8_config.enabled else "te"
     return "compiled" if cfg.compile else "eager"
@@ -141,8 +161,9 @@ def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: floa
     """What a run of `script` with this config takes.
 
     Raises:
-        ConfigError: the batch does not divide, or precision=fp32.
+        ConfigError: the batch does not divide, or an option is not in the estimate.
     """
+    check(cfg, script)
     kind, model = blocks_of(cfg), cfg.model
     sizes = RunSizes.of(cfg, world_size=gpus, num_train_images=IMAGENET, num_val_images=50000)
     micro, accumulation = sizes.micro_batch_size, sizes.accumulation
@@ -161,7 +182,9 @@ def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: floa
     blocks = model.depth + a_block if cfg.activation_checkpointing else model.depth * a_block
     memory["activations"] = stream * (blocks + KEPT_OUTSIDE)
     outside = shape.params - model.depth * shape.block
-    memory["gathered"] = 0 if is_ddp else 2 * (outside + 2 * shape.block) + 6 * shape.block
+    stays = script == "train_fsdp2" and not cfg.fsdp2.reshard_after_forward
+    held = shape.params if stays else outside + 2 * shape.block
+    memory["gathered"] = 0 if is_ddp else 2 * held + 6 * shape.block
     if script == "train_fsdp2" and accumulation > 1:
         memory["whole gradients"] = 4 * shape.params
     memory["graphs"] = 0.3 * GIB if cfg.cuda_graphs else 0
@@ -179,7 +202,7 @@ def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: floa
         buckets = math.ceil(4 * shape.params / (cfg.ddp.bucket_cap_mb * 2**20))
         collectives = 2 * ring_s(4 * shape.params, gpus, min(node, gpus), buckets, network=network)
     else:
-        gathers = accumulation * (2 if script == "train_mfsdp" or cfg.fsdp2.reshard_after_forward else 1)
+        gathers = accumulation * (1 if stays else 2)
         reduces = accumulation if script == "train_mfsdp" else 1
         units = model.depth + 1
         collectives = ring_s(gathers * 2 * shape.params, shard, here, gathers * units, network=network)
@@ -237,15 +260,11 @@ def show(cfg: Config, card: str, gpus: int, *, network: float) -> None:
         mark, times = "*" if way is fastest else " ", f"{speed:10,.0f} images/s {hours:9.1f} h {way.peak:6.1f} GiB"
         print(f"{mark} {script:<12} {way.step * 1e3:9.1f} ms {times}")
         parts = f"compute {way.compute * 1e3:.0f}, host {way.host * 1e3:.0f}, collectives {way.network * 1e3:.0f}"
-        print(f"      ms: {parts}")
+        hint = ": the host sets the pace, try cuda_graphs=true" if way.host > way.compute else ""
+        print(f"      ms: {parts}{hint}")
         print(f"      GiB: {', '.join(f'{name} {size:.1f}' for name, size in way.memory.items())}")
         settings = {key: value for key, value in way.settings.items() if value is not False and value != 1}
         print(f"      {' '.join(f'{key}={to_text(value)}' for key, value in settings.items())}")
-
-
-def to_text(value: Any) -> str:
-    """As a command line has it."""
-    return str(value).lower()
 
 
 def main() -> None:
