@@ -48,6 +48,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "loader": READING,
     "memory": STRATEGIES,
     "odd_files": ("input_pipeline/decode.py",),
+    "options": ("schema.py", "launch.py"),
     "preemption": (*STOPPING, "tools/preemption_matrix.py"),
     "profile": STRATEGIES,
     "resident": ("input_pipeline/device_cache.py",),
