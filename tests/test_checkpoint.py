@@ -395,6 +395,7 @@ def test_a_folder_that_cannot_be_written_is_refused(job, tmp_path):
         checkpoint._preflight(one.state, tmp_path / "file/x", one.session)
 
 
+@pytest.mark.slow
 def test_another_run_on_the_same_checkpoints_is_refused_while_it_lives(tiny, tmp_path):
     """Two output folders, one ckpt_dir. A killed run holds nothing, even while its loader processes live on."""
     shared = f"checkpoint.ckpt_dir={tmp_path}/shared"

@@ -68,7 +68,8 @@ def test_the_final_model_is_timms(piped):
     assert model.pretrained_cfg["label_names"] == [f"class_{letter}" for letter in "abcdef"]
 
 
-@pytest.mark.parametrize("script", ["train_ddp", pytest.param("train_fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_ddp", "train_fsdp2"])
 def test_plain_python_on_a_terminal_shows_a_bar(script, tiny):
     """One process without torchrun, attached to a terminal."""
     master, slave = pty.openpty()

@@ -293,7 +293,7 @@ def test_every_key_is_read_or_refused_by_name(script, image_folder, read_by):
     assert passed_over == {}
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ["train_ddp", *(pytest.param(s, marks=pytest.mark.slow) for s in SCRIPTS[1:])])
 def test_what_is_refused_alone_has_a_use(script, image_folder, folders, read_by):
     """No option is refused wherever it is given: something puts it to work, and the run then reads it."""
     cfg = plain(image_folder, script)

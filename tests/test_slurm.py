@@ -369,6 +369,7 @@ def test_slurm_sh_is_requeued_if_signalled_before_the_run_starts(slurm_sh):
     assert done.stdout == "requeued\n"
 
 
+@pytest.mark.slow
 def test_a_mistake_ends_slurm_sh_before_torchrun(slurm_sh, tmp_path):
     done = slurm_sh("train_ddp.py", "optimzer.lr=1")
     assert (done.returncode, done.stderr) == (2, "error: unknown key optimzer.lr: did you mean optimizer.lr?\n")
