@@ -81,8 +81,8 @@ class TrainState:
             scaling: the state of FP8's delayed scaling, the same on every rank; empty without.
             ema: whether weights are averaged, and how.
             after_load: called once the weights were written, for strategies that compute with copies of them.
-            after_exchange: called after that, where weights change between two forward passes (EMA), for strategies
-                that keep gathered copies from one to the next.
+            after_exchange: called after that, where weights change between two forward passes (EMA), and after an
+                evaluation, for strategies that keep gathered copies from one to the next.
         """
         self.weights = {timm_name(name): parameter for name, parameter in model.named_parameters()}
         self.trained = [weight for weight in self.weights.values() if weight.requires_grad]

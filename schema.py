@@ -121,10 +121,14 @@ class ModelConfig:
     implementation: Literal["ours", "timm", "hf"]
     """ours | timm | hf (Hugging Face's): their own model in our loop, to compare with."""
 
+    def grid_size(self) -> tuple[int, int]:
+        """Rows and columns of patches in an image."""
+        (height, width), (patch_height, patch_width) = pair(self.img_size), pair(self.patch_size)
+        return height // patch_height, width // patch_width
+
     def num_tokens(self) -> int:
         """Tokens of an image in the blocks, in training: the patches that are kept, class and register tokens."""
-        (height, width), (patch_height, patch_width) = pair(self.img_size), pair(self.patch_size)
-        patches = (height // patch_height) * (width // patch_width)
+        patches = math.prod(self.grid_size())
         kept = max(1, int(patches * (1 - self.patch_drop_rate))) if self.patch_drop_rate else patches
         return self.class_token + self.reg_tokens + kept
 
@@ -821,9 +825,8 @@ def idle_keys(cfg: Config, script: str) -> dict[str, tuple[str, str]]:
 
     def idle(section: str, keys: str, why: str, fix: str) -> None:
         for key in keys.split():
-            found.setdefault(
-                f"{section}.{key}" if section else key, (why, fix)
-            )  # the first reason is to be mended first
+            # The first reason stays: it is the one to mend first.
+            found.setdefault(f"{section}.{key}" if section else key, (why, fix))
 
     for strategy in ("ddp", "fsdp2", "mfsdp"):
         if script != f"train_{strategy}":

@@ -173,7 +173,7 @@ class TrainableModel(nn.Module):
     def flops_per_image(self) -> float:
         """Floating-point operations of one image's forward pass: matrix products and attention, 2 a multiply-add."""
         cfg = self.cfg
-        patches = math.prod(grid_size(cfg))
+        patches = math.prod(cfg.grid_size())
         tokens, hidden = cfg.num_tokens(), int(cfg.embed_dim * cfg.mlp_ratio)
         block = tokens * cfg.embed_dim * (4 * cfg.embed_dim + 2 * hidden) + 2 * tokens**2 * cfg.embed_dim
         embed = patches * cfg.embed_dim * cfg.in_chans * math.prod(pair(cfg.patch_size))
@@ -318,19 +318,13 @@ def set_fused_attn(model: nn.Module, cfg: ModelConfig) -> None:
             module.fused_attn = cfg.fused_attn  # pyright: ignore[reportArgumentType]  (torch: tensors and modules only)
 
 
-def grid_size(cfg: ModelConfig) -> tuple[int, int]:
-    """Rows and columns of patches in an image."""
-    (height, width), (patch_height, patch_width) = pair(cfg.img_size), pair(cfg.patch_size)
-    return height // patch_height, width // patch_width
-
-
 def sincos_positions(cfg: ModelConfig) -> torch.Tensor:
     """Sine and cosine of each patch's column and row at embed_dim / 4 frequencies; (1, embeddings, embed_dim), float32.
 
     Zero for class and register tokens. Frequencies from 1 to 1 / 10000, both included, as in big_vision's
     posemb_sincos_2d (models/vit.py; arXiv 2205.01580); MoCo v3's stop one short of the last.
     """
-    height, width = grid_size(cfg)
+    height, width = cfg.grid_size()
     count = cfg.embed_dim // 4
     frequencies = 10000.0 ** -(torch.arange(count, device="cpu", dtype=torch.float64) / (count - 1))
     rows, columns = (torch.arange(n, device="cpu", dtype=torch.float64)[:, None] * frequencies for n in (height, width))

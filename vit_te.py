@@ -73,9 +73,10 @@ class TEAttention(nn.Module):
         """Queries, keys and values (B, N, H, K) -> (B, N, D)."""
         if q.shape[1] % 128 != 64:
             return self.core(q, k, v)
-        # By torch, whose cuDNN attention process_group.set_kernels turns off: TransformerEngine's is cuDNN's, with NaN
-        # gradients for 64, 192, 576, ... tokens whose logits are all far below zero (H100, TransformerEngine 2.20,
-        # cuDNN 9.19: benchmarks/attention_nan_te_h100x1.log; https://github.com/pytorch/pytorch/issues/196678).
+        # By torch, whose cuDNN attention process_group.set_kernels has turned off for these numbers of tokens:
+        # TransformerEngine's is cuDNN's, with NaN gradients for 64, 192, 576, ... tokens whose logits are all far below
+        # zero (H100, TransformerEngine 2.20, cuDNN 9.19: benchmarks/attention_nan_te_h100x1.log;
+        # https://github.com/pytorch/pytorch/issues/196678).
         log_attention_by_torch(q.shape[1])
         dropout = self.attn_drop_rate if self.training else 0.0
         x = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), dropout_p=dropout)  # B H N K

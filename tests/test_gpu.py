@@ -338,7 +338,9 @@ def test_replicas_of_a_sharded_group(runs, name):
 @pytest.mark.parametrize("tokens", [64, 197, 576])
 def test_attention_has_gradients_where_all_logits_are_far_below_zero(tokens):
     """As a key bias leaves them, which moves all logits of a query and has no gradient but rounding."""
-    process_group.set_kernels(launch.load_config("L0_sanity", ["precision=bf16"]))
+    cfg = launch.load_config("L0_sanity", ["precision=bf16", f"model.img_size=[{tokens},1]", "model.patch_size=1"])
+    assert cfg.model.num_tokens() == tokens
+    process_group.set_kernels(cfg)
     query, key, value = (0.1 * torch.randn(64, 8, tokens, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     query[..., 0], key[..., 0] = 1.0, -120 * 8
     tensors = [t.requires_grad_() for t in (query, key, value)]

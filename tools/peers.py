@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -100,9 +101,12 @@ def measure(size: str, batch: int, depth: int | None, variant: str, script: str,
     row |= {} if depth is None else {"depth": depth}
     row |= gradient_errors(size, variant)
     free_memory()
-    time_ours = lambda batch: time_entrypoint(size, batch, depth, OURS[variant], script, steps)  # noqa: E731
-    time_peer = lambda batch: time_loop(size, batch, depth, PEERS[variant], steps)  # noqa: E731
-    time_step = time_ours if variant in OURS else time_peer
+
+    def time_step(batch: int) -> dict[str, Any]:
+        if variant in OURS:
+            return time_entrypoint(size, batch, depth, OURS[variant], script, steps)
+        return time_loop(size, batch, depth, PEERS[variant], steps)
+
     row |= time_step(batch)
     free_memory()
     row["host_ms"] = round(1e3 * time_step(HOST_BATCH)["step_time_s"], 1)
@@ -139,7 +143,8 @@ def time_entrypoint(
         launch.check_script(cfg, script, 1)
         main(cfg)
         logging.getLogger().removeHandler(handler)
-        lines = [line for line in read_lines(f"{folder}/metrics.jsonl") if "train/step_time_s" in line]
+        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    lines = [row for row in rows if "train/step_time_s" in row]
     seconds = min(line["train/step_time_s"] for line in lines[-2:])
     return {
         "step_time_s": round(seconds, 5),
@@ -372,12 +377,6 @@ def flops_per_step(size: str, batch: int, depth: int | None) -> float:
     """Floating-point operations of a step: three forward passes' worth of matrix products and attention."""
     with torch.device("meta"):
         return 3 * batch * vit.VisionTransformer(config(size, depth, "compile=false").model).flops_per_image()
-
-
-def read_lines(path: str) -> list[dict[str, Any]]:
-    """A file of one JSON object a line."""
-    with open(path) as lines:
-        return [json.loads(line) for line in lines]
 
 
 def free_memory() -> None:
