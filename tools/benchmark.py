@@ -291,9 +291,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             print(json.dumps(row), flush=True)
             # What there is so far, should the next one fail.
             write(args.output, {"gemm_tflops": rates, "rows": rows}, meta)
+            args.output.with_suffix(".md").write_text(peers.table(rows) + "\n")
+            peers.draw(rows, str(args.output.with_suffix(".png")))
     rates.append(peers.in_own_process(peers.gemm_rate))  # a card that warmed up is slower
-    args.output.with_suffix(".md").write_text(peers.table(rows) + "\n")
-    peers.draw(rows, str(args.output.with_suffix(".png")))
     return {"gemm_tflops": [round(rate, 1) for rate in rates], "rows": rows}
 
 

@@ -49,6 +49,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "memory": STRATEGIES,
     "odd_files": ("input_pipeline/decode.py",),
     "options": ("schema.py", "launch.py"),
+    "peers": (*STRATEGIES, "runtime/cuda_graphs.py", "tools/peers.py"),
     "preemption": (*STOPPING, "tools/preemption_matrix.py"),
     "profile": STRATEGIES,
     "resident": ("input_pipeline/device_cache.py",),
