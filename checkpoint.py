@@ -37,8 +37,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from interop import weights_in, weights_out
@@ -51,7 +49,7 @@ from runtime.parameter_names import timm_name
 from runtime.run_folder import set_status
 from runtime.session import Session
 from runtime.step_folders import STEP_FOLDER, step_folders
-from runtime.tensors import local_slice, to_local
+from runtime.tensors import chunks_of, describe, local_slice, to_local
 from schema import Config, ConfigError, EmaConfig, RunError, RunSizes, to_plain
 
 logger = logging.getLogger(__name__)
@@ -500,7 +498,7 @@ def _leaves(tensors: dict[str, Any]) -> Iterator[torch.Tensor]:
 def _host_copies(tensors: dict[str, Any]) -> dict[str, Any]:
     """The same nesting, with room in host memory for this rank's part of each tensor.
 
-    Each is a plain tensor that tells DCP which part of the whole it is, by the protocol by which a DTensor does.
+    Each is a plain tensor that tells DCP which part of the whole it is.
     """
     on_cuda = any(tensor.device.type == "cuda" for tensor in _leaves(tensors))
 
@@ -509,19 +507,8 @@ def _host_copies(tensors: dict[str, Any]) -> dict[str, Any]:
             return {key: copy(entry) for key, entry in value.items()}
         local = torch.empty(to_local(value).shape, dtype=value.dtype, device="cpu", pin_memory=on_cuda)
         if isinstance(value, DTensor):
-            (chunk,) = value.__create_chunk_list__()
-            size = value.size()
-
-            def items(fqn: str, _: Any) -> list[WriteItem]:
-                data = TensorWriteData(chunk, TensorProperties.create_from_tensor(local), size)
-                index = MetadataIndex(fqn, chunk.offsets)
-                return [WriteItem(index, WriteItemType.SHARD, tensor_data=data)] if local.numel() else []
-
-            vars(local).update(
-                __create_write_items__=items,
-                __create_chunk_list__=lambda: [chunk],
-                __get_tensor_shard__=lambda _: local,
-            )
+            chunks = chunks_of(value)
+            describe(local, lambda: local, lambda: chunks, value.size())
         return local
 
     return copy(tensors)

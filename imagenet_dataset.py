@@ -326,9 +326,10 @@ def build_loaders(
     cfg: Config, sizes: RunSizes, *, rank: int, start_step: int
 ) -> tuple[Iterable[Batch], Iterable[Batch]]:
     """The training stream from `start_step` on, a microbatch an item, and the validation set, a batch an item."""
+    rank = sizes.dp_rank(rank)
     order: Order = functools.partial(seeding.shuffled, sizes.num_train_images, cfg.seed)
     each_once = EvalSampler(
-        sizes.num_val_images, batch_size=sizes.micro_batch_size, rank=rank, world_size=sizes.world_size
+        sizes.num_val_images, batch_size=sizes.micro_batch_size, rank=rank, world_size=sizes.dp_size
     )
     shape = (cfg.model.in_chans, *pair(cfg.data.image_size))
     if cfg.data.source == "synthetic":

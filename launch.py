@@ -201,15 +201,16 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
         if not torch.cuda.is_available():
             raise ConfigError("cuda_graphs=true needs a CUDA GPU: set it to false here")
     axes = cfg.distributed
-    outer, shard = axes.dp_outer or 1, axes.dp_shard or world_size // (axes.dp_outer or 1)
+    _check_tensor_parallel(cfg, script)
+    tp, outer = axes.tp or 1, axes.dp_outer or 1
+    shard = axes.dp_shard or world_size // tp // outer
     if script == "train_ddp" and (axes.dp_outer, axes.dp_shard) != (None, None):
         key, value = ("dp_outer", axes.dp_outer) if axes.dp_outer else ("dp_shard", axes.dp_shard)
         raise ConfigError(f"distributed.{key}={value}: DDP does not shard; set it to null or use train_fsdp2.py")
-    if outer * shard != world_size:
-        raise ConfigError(
-            f"distributed.dp_outer={axes.dp_outer} x distributed.dp_shard={axes.dp_shard} is not the world size of "
-            f"{world_size}: leave one of them null"
-        )
+    if outer * shard * tp != world_size:
+        product = f"distributed.dp_outer={axes.dp_outer} x distributed.dp_shard={axes.dp_shard}"
+        product += f" x distributed.tp={tp}" if tp > 1 else ""
+        raise ConfigError(f"{product} is not the world size of {world_size}: leave one of them null")
     if script == "train_mfsdp":
         if cfg.model.implementation != "ours":
             raise ConfigError(
@@ -243,6 +244,41 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
             )
     if script == "train_fsdp2" and cfg.fsdp2.cpu_offload and not torch.cuda.is_available():
         raise ConfigError("fsdp2.cpu_offload=true needs a CUDA GPU: without one everything is in host memory already")
+
+
+def _check_tensor_parallel(cfg: Config, script: str) -> None:
+    """Refuse what `distributed.tp` cannot cut, or was not seen to work with.
+
+    Raises:
+        ConfigError: naming the key, the value and the fix.
+    """
+    tp, model = cfg.distributed.tp or 1, cfg.model
+    if tp == 1:
+        return
+    key = f"distributed.tp={tp}"
+    if script != "train_fsdp2":
+        raise ConfigError(f"{key}: {script}.py does not cut matrices; set it to null or use train_fsdp2.py")
+    if model.implementation != "ours":
+        raise ConfigError(f"{key} with model.implementation={model.implementation}: use ours")
+    hidden, multiple = int(model.embed_dim * model.mlp_ratio), 16 if cfg.fp8_config.enabled else 1
+    fits = [
+        n
+        for n in range(2, model.num_heads + 1)
+        if model.num_heads % n == 0 and model.embed_dim // n % multiple == 0 and hidden % (n * multiple) == 0
+    ]
+    if tp not in fits:
+        fp8 = ", in multiples of 16 for FP8" if multiple > 1 else ""
+        raise ConfigError(
+            f"{key} cannot share out model.num_heads={model.num_heads} and the {hidden} units of the MLP evenly{fp8}: "
+            f"use {', '.join(map(str, fits)) or 'none'}"
+        )
+    for name in ("attn_drop_rate", "proj_drop_rate"):
+        if rate := getattr(model, name):
+            raise ConfigError(
+                f"model.{name}={rate} with {key}: each rank would drop the same places of its own heads; set it to 0"
+            )
+    if cfg.cuda_graphs:
+        raise ConfigError(f"cuda_graphs=true with {key}: not seen to work; set cuda_graphs=false")
 
 
 def _check_compiler() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from runtime.parameter_names import timm_name
-from runtime.tensors import local_slice, to_local
+from runtime.tensors import local_slice, local_views, split_local, to_local
 from schema import Config, EmaConfig, RunSizes
 
 
@@ -161,11 +161,14 @@ class Lamb(torch.optim.Optimizer):
         weights = [to_local(p) for p in parameters]
         moves = [w.new_zeros(0) if update is None else update for w, update in zip(weights, updates, strict=True)]
         squares = torch.stack(torch._foreach_norm(weights + moves, 2, torch.float64)).square().view(2, -1)
-        is_sharded = torch.tensor([isinstance(p, DTensor) for p in parameters], device=squares.device)
-        total = squares * is_sharded
-        for group in _shard_groups(parameters):
-            dist.all_reduce(total, group=group)
-        norms = (total + squares * ~is_sharded).sqrt()
+        total = torch.zeros_like(squares)
+        for members, groups in _by_layout(parameters):
+            here = {id(p) for p in members}
+            part = squares * torch.tensor([id(p) in here for p in parameters], device=squares.device)
+            for group in groups:
+                dist.all_reduce(part, group=group)
+            total += part
+        norms = total.sqrt()
         return (norms[0] / norms[1]).where((norms > 0).all(dim=0), 1.0).float().unbind()
 
 
@@ -194,7 +197,8 @@ class Muon(AdamW):
         for group in self.param_groups:
             shapes = {parameter.shape for parameter in group["params"]} if group["in_blocks"] else ()
             for shape in sorted(shapes):
-                self._move([p for p in group["params"] if p.shape == shape], group)
+                for members, groups in _by_layout([p for p in group["params"] if p.shape == shape]):
+                    self._move(members, groups, group)
 
     @contextlib.contextmanager
     def _without_blocks(self) -> Iterator[None]:
@@ -209,8 +213,8 @@ class Muon(AdamW):
         finally:
             self.param_groups = groups
 
-    def _move(self, parameters: list[nn.Parameter], group: dict) -> None:
-        """Update matrices of one shape."""
+    def _move(self, parameters: list[nn.Parameter], shard_groups: list[dist.ProcessGroup], group: dict) -> None:
+        """Update matrices of one shape, cut over `shard_groups`."""
         for parameter in parameters:
             if not (state := self.state[parameter]):
                 state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -222,15 +226,30 @@ class Muon(AdamW):
         whole = torch.zeros(len(parameters), rows, columns, dtype=torch.bfloat16, device=device)
         if present:
             torch._foreach_lerp_(averages, grads, 1 - self.momentum)
-            places = [local_slice(m, p) for m, p in zip(whole, parameters, strict=True) if p.grad is not None]
-            torch._foreach_copy_(places, torch._foreach_lerp(grads, averages, self.momentum))
-        for shard_group in _shard_groups(parameters):
+            moves = zip(present, torch._foreach_lerp(grads, averages, self.momentum), strict=True)
+            places = [
+                v for m, p in zip(whole, parameters, strict=True) if p.grad is not None for v in local_views(m, p)
+            ]
+            torch._foreach_copy_(places, [piece for p, move in moves for piece in split_local(move, p)])
+        for shard_group in shard_groups:
             dist.all_reduce(whole, group=shard_group)  # exact: a place is zero on all ranks but the one that holds it
-        whole = orthogonal(whole).to(torch.float32, memory_format=torch.contiguous_format)
+        whole = orthogonal_together(whole).to(torch.float32, memory_format=torch.contiguous_format)
         if present:
             updates = [local_slice(m, p) for m, p in zip(whole, parameters, strict=True) if p.grad is not None]
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(weights, updates, alpha=-group["lr"] * 0.2 * math.sqrt(max(rows, columns)))
+
+
+def orthogonal_together(matrices: torch.Tensor) -> torch.Tensor:
+    """`orthogonal` of matrices that all ranks have, each rank doing its share of them."""
+    ranks, number = dist.get_world_size(), len(matrices)
+    share = -(-number // ranks)
+    mine = matrices[dist.get_rank() * share :][:share]
+    done = matrices.new_zeros(share, *matrices.shape[1:])
+    done[: len(mine)] = orthogonal(mine)
+    everyones = matrices.new_empty(ranks * share, *matrices.shape[1:])
+    dist.all_gather_into_tensor(everyones, done)
+    return everyones[:number]
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
@@ -381,15 +400,14 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float | None) 
     only measures.
     """
     parameters = list(parameters)
-    present = [p for p in parameters if p.grad is not None]
-    shards = [_grad(p) for p in present if isinstance(p, DTensor)]
-    whole = [_grad(p) for p in present if not isinstance(p, DTensor)]
     device = to_local(parameters[0]).device
-    total = _sum_of_squares(shards, device)
-    for group in _shard_groups(parameters):
-        dist.all_reduce(total, group=group)
-    total = total + _sum_of_squares(whole, device)
-    grads = shards + whole
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for members, groups in _by_layout(parameters):
+        part = _sum_of_squares([_grad(p) for p in members if p.grad is not None], device)
+        for group in groups:
+            dist.all_reduce(part, group=group)
+        total += part
+    grads = [_grad(p) for p in parameters if p.grad is not None]
     norm = total.sqrt().float()
     if max_norm is not None and grads:
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -411,10 +429,18 @@ def _sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.
     return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square().sum()
 
 
-def _shard_groups(parameters: list[nn.Parameter]) -> list[dist.ProcessGroup]:
-    """Process groups over which the parameters are sharded; the same list on every rank, whatever it holds itself."""
-    meshes = {(p.device_mesh, p.placements) for p in parameters if isinstance(p, DTensor)}
-    dims = {
-        (mesh, dim) for mesh, placements in meshes for dim, place in enumerate(placements) if isinstance(place, Shard)
-    }
-    return [mesh.get_group(dim) for mesh, dim in sorted(dims, key=lambda pair: pair[1])]
+def _by_layout(parameters: list[nn.Parameter]) -> list[tuple[list[nn.Parameter], list[dist.ProcessGroup]]]:
+    """The parameters that are cut alike, and over which process groups: the same list on every rank.
+
+    One entry under FSDP; with tensor parallelism some tensors are cut over its axis, too, and some are not.
+    """
+    layouts: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        layouts.setdefault(layout, []).append(parameter)
+    return [
+        (members, [layout[0].get_group(axis) for axis, place in enumerate(layout[1]) if not place.is_replicate()])
+        if layout
+        else (members, [])
+        for layout, members in layouts.items()
+    ]

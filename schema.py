@@ -559,8 +559,8 @@ class DistributedConfig:
     """FSDP2, Megatron-FSDP: replicas of the sharded group (HSDP); null = by the world size."""
     dp_shard: PositiveInt | None
     """FSDP2, Megatron-FSDP: ranks that share one copy of the weights; null = by the world size."""
-    tp: Literal[1] | None
-    """Ranks of tensor parallelism, 1 at most; null = 1."""
+    tp: PositiveInt | None
+    """FSDP2: ranks that share each block's matrices and attention heads (tensor parallelism); null = 1."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -907,17 +907,18 @@ class BatchSplit:
 
 
 def split_batch(cfg: Config, world_size: int) -> BatchSplit:
-    """The batch arithmetic: global = micro x ranks x accumulation.
+    """The batch arithmetic: global = micro x ranks x accumulation, where the ranks of a tp group count as one.
 
     Raises:
         ConfigError: the global batch is not micro batch x ranks x a whole number.
     """
-    micro = cfg.micro_batch_size or max(cfg.global_batch_size // world_size, 1)
-    accumulation, rest = divmod(cfg.global_batch_size, micro * world_size)
+    ranks = world_size // (cfg.distributed.tp or 1)
+    micro = cfg.micro_batch_size or max(cfg.global_batch_size // ranks, 1)
+    accumulation, rest = divmod(cfg.global_batch_size, micro * ranks)
     if rest or not accumulation:
-        nearest = max(accumulation, 1) * micro * world_size
+        nearest = max(accumulation, 1) * micro * ranks
         raise ConfigError(
-            f"global_batch_size={cfg.global_batch_size} is not micro_batch_size={micro} x {world_size} ranks "
+            f"global_batch_size={cfg.global_batch_size} is not micro_batch_size={micro} x {ranks} ranks "
             f"x a whole number of accumulation steps: use global_batch_size={nearest}, or another micro_batch_size"
         )
     return BatchSplit(micro, accumulation)
@@ -929,6 +930,7 @@ class RunSizes:
 
     Attributes:
         world_size: ranks of the job.
+        dp_size: ranks whose batches differ, world_size / distributed.tp.
         micro_batch_size: images a rank and forward pass.
         accumulation: forward passes a step.
         num_train_images: images of an epoch.
@@ -942,6 +944,7 @@ class RunSizes:
     """
 
     world_size: int
+    dp_size: int
     micro_batch_size: int
     accumulation: int
     num_train_images: int
@@ -952,6 +955,10 @@ class RunSizes:
     schedule_steps: int
     evaluate_every: int | None
     save_every: int | None
+
+    def dp_rank(self, rank: int) -> int:
+        """Which of the `dp_size` parts of a batch is this rank's; the ranks of a tp group are neighbours."""
+        return rank * self.dp_size // self.world_size
 
     @classmethod
     def of(
@@ -981,6 +988,7 @@ class RunSizes:
         warmup = schedule.num_warmup_steps
         return cls(
             world_size=world_size,
+            dp_size=world_size // (cfg.distributed.tp or 1),
             micro_batch_size=batch.micro_batch_size,
             accumulation=batch.accumulation,
             num_train_images=num_train_images,

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 8 train_fsdp2.py --config-name vit_base_patch16_224 data.path=/data/imagenet
 
 For models that do not fit on one GPU. distributed.dp_outer=2 keeps two sharded copies (HSDP): less traffic between
-nodes.
+nodes. distributed.tp=2 cuts each block's matrices over two ranks, too.
 """
 
 from launch import launch
@@ -20,6 +20,7 @@ from imagenet_dataset import build_loaders, run_sizes
 from modeling import build_model, prepare_blocks
 from optim import build_optimizer
 from runtime.process_group import dist_session
+from runtime.tensors import keep_packed_rows
 from schema import Config
 from trainer import Run, train
 
@@ -29,19 +30,20 @@ def main(cfg: Config) -> dict[str, float]:
     with dist_session(cfg) as session:
         sizes = run_sizes(cfg, session.world_size)
 
-        # Mesh: ranks along dp_shard share one copy of the weights, ranks along dp_outer hold replicas of it.
+        # Mesh: ranks along dp_shard share one copy of the weights, ranks along dp_outer hold replicas of it. Those
+        # along tp have the same images, and a part of each block's matrices.
         device = session.device
-        outer = cfg.distributed.dp_outer or 1
-        shape = (outer, session.world_size // outer)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_outer", "dp_shard"))
+        outer, tp = cfg.distributed.dp_outer or 1, cfg.distributed.tp or 1
+        shape = (outer, session.world_size // outer // tp, tp)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_outer", "dp_shard", "tp"))
 
         # Model: built without storage, sharded block by block and then the rest, and only then given storage and
         # weights: no rank ever holds the whole. Recompute and compile come first, so that FSDP's hooks stay outside.
         with torch.device("meta"):
-            model = build_model(cfg.model, cfg.fp8_config)
+            model = build_model(cfg.model, cfg.fp8_config, mesh["tp"])
         prepare_blocks(model, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
         options = {
-            "mesh": mesh if outer > 1 else mesh["dp_shard"],
+            "mesh": mesh["dp_outer", "dp_shard"] if outer > 1 else mesh["dp_shard"],
             "reshard_after_forward": cfg.fsdp2.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # compute in BF16, average in FP32
             if cfg.precision == "bf16"
@@ -51,6 +53,7 @@ def main(cfg: Config) -> dict[str, float]:
         units = [fully_shard(unit, **options) for unit in model.shard_units()]
         root = fully_shard(model, **options)  # `model` itself, now with FSDP's methods, as the units are
         model.to_empty(device="cpu" if cfg.fsdp2.cpu_offload else device)
+        keep_packed_rows(dict(model.named_parameters()))  # under tp
         model.init_weights(cfg.seed, device)
 
         # Optimizer: after sharding, so that it holds this rank's shards only.
@@ -69,6 +72,7 @@ def main(cfg: Config) -> dict[str, float]:
 
         # Restore, then train from there.
         state = checkpoint.TrainState(model, optimizer, model.scaling, cfg.ema, after_exchange=reshard)
+        keep_packed_rows(state.tensors(step=0))  # moments and averages, too
         resumed = checkpoint.restore(state, cfg, session, sizes)
         loaders = build_loaders(cfg, sizes, rank=session.rank, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, model.flops_per_image())

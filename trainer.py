@@ -117,7 +117,9 @@ def train(
         # Asked before, too: while the loader forks its workers, nothing of this may be under way in gloo's threads.
         result = None
         if not session.stop.agreed(wait=True):
-            result = score(run, val_loader, normalize, device=session.device, is_stopped=session.stop.agreed)
+            copies = sizes.world_size // sizes.dp_size
+            options = {"device": session.device, "copies": copies, "is_stopped": session.stop.agreed}
+            result = score(run, val_loader, normalize, **options)
         progress.is_unscored = result is None
         run.state.after_exchange()  # a recorded pass gathers the weights for itself, and says so to nobody
         if result is None:
@@ -149,7 +151,7 @@ def train(
             cfg,
             sizes,
             step=step,
-            rank=session.rank,
+            rank=sizes.dp_rank(session.rank),
             normalize=normalize,
             mixup=mixup,
         )
@@ -302,13 +304,14 @@ def evaluate(
     normalize: "Normalize",
     *,
     device: torch.device,
+    copies: int = 1,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, float | int] | None:
     """Loss and accuracy over the whole validation set, every image counted once at any world size and batch size.
 
     All ranks run equally many batches of one size; what fills up the last ones carries no label and counts for nothing.
-    Leaves the model in training mode, as it found it. Asks `is_stopped` before each batch, on all ranks alike, and
-    returns None if it is.
+    `copies` ranks run the same ones (tensor parallelism). Leaves the model in training mode, as it found it. Asks
+    `is_stopped` before each batch, on all ranks alike, and returns None if it is.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1 hits, top-5 hits, images
     model.eval()
@@ -327,7 +330,7 @@ def evaluate(
         sums += rows.double().sum(dim=1)  # padding adds nothing: its loss is ignored and no class is its label
     model.train()
     dist.all_reduce(sums)
-    loss, top1, top5, images = sums.tolist()
+    loss, top1, top5, images = (sums / copies).tolist()
     return {"val/loss": loss / images, "val/top1": top1 / images, "val/top5": top5 / images, "val/images": int(images)}
 
 
@@ -389,7 +392,7 @@ def _introduce(run: Run, cfg: Config, session: Session, sizes: RunSizes, *, star
     logger.info("mesh %s, %.2f M parameters, %s", run.mesh, parameters / 1e6, cfg.precision)
     logger.info(
         "global batch %d = %d images x %d ranks x %d microbatches; steps %d to %d, %.4g passes over %d images",
-        *(cfg.global_batch_size, sizes.micro_batch_size, sizes.world_size, sizes.accumulation),
+        *(cfg.global_batch_size, sizes.micro_batch_size, sizes.dp_size, sizes.accumulation),
         *(start_step + 1, total_steps, total_steps * cfg.global_batch_size / num_images, num_images),
     )
     if session.is_main:

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from schema import ConfigError, Fp8Config, ModelConfig
 from vit import LayerScale, VisionTransformer, act_layer, scaled
@@ -40,25 +43,28 @@ TE_ACTIVATIONS = {"gelu_tanh": "gelu", "quick_gelu": "qgelu", "relu": "relu", "s
 class TEAttention(nn.Module):
     """norm1 and timm's Attention on TransformerEngine's layers; rows of the QKV weight in timm's order, [q | k | v]."""
 
-    def __init__(self, cfg: ModelConfig, row_multiple: int) -> None:
+    def __init__(self, cfg: ModelConfig, row_multiple: int, tp: DeviceMesh | None) -> None:
         super().__init__()
         engine, self.row_multiple = transformer_engine(), row_multiple
-        width, self.num_heads = cfg.embed_dim, cfg.num_heads
+        width, self.num_heads = cfg.embed_dim, cfg.num_heads // (tp.size() if tp else 1)  # this rank's heads
         head_width = width // cfg.num_heads
-        device = default_device()
-        self.qkv = engine.LayerNormLinear(width, 3 * width, eps=cfg.norm_eps, bias=cfg.qkv_bias, device=device)
+        options = {"device": default_device(), "tp_group": tp.get_group() if tp else None}
+        column, row = ("column", "row") if tp else (None, None)
+        self.qkv = engine.LayerNormLinear(
+            width, 3 * width, eps=cfg.norm_eps, bias=cfg.qkv_bias, parallel_mode=column, **options
+        )
         self.q_norm, self.k_norm = (
             nn.LayerNorm(head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity() for _ in range(2)
         )
         self.core = engine.DotProductAttention(
-            cfg.num_heads,
+            self.num_heads,
             head_width,
             attention_dropout=cfg.attn_drop_rate,
             qkv_format="bshd",
             attn_mask_type="no_mask",
         )
         self.attn_drop_rate = cfg.attn_drop_rate
-        self.proj = engine.Linear(width, width, bias=cfg.proj_bias, device=device)
+        self.proj = engine.Linear(width, width, bias=cfg.proj_bias, parallel_mode=row, **options)
         self.proj_drop = nn.Dropout(cfg.proj_drop_rate)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
@@ -104,11 +110,11 @@ class TEDropoutMlp(nn.Module):
 class TEBlock(nn.Module):
     """`Block` on TransformerEngine's fused layers: the same function, the same options, other kernels."""
 
-    def __init__(self, cfg: ModelConfig, *, row_multiple: int) -> None:
+    def __init__(self, cfg: ModelConfig, *, row_multiple: int, tp: DeviceMesh | None) -> None:
         super().__init__()
         self.row_multiple = row_multiple
         hidden = int(cfg.embed_dim * cfg.mlp_ratio)
-        self.attn = TEAttention(cfg, row_multiple)
+        self.attn = TEAttention(cfg, row_multiple, tp)
         self.mlp = (
             TEDropoutMlp(cfg, hidden)
             if cfg.proj_drop_rate
@@ -119,11 +125,15 @@ class TEBlock(nn.Module):
                 bias=cfg.proj_bias,
                 activation=TE_ACTIVATIONS[cfg.act_layer],
                 device=default_device(),
+                set_parallel_mode=tp is not None,
+                tp_group=tp.get_group() if tp else None,
             )
         )
         self.ls1, self.ls2 = (
             nn.Identity() if cfg.init_values is None else LayerScale(cfg.embed_dim, cfg.init_values) for _ in range(2)
         )
+        if tp:
+            split_layers(self, tp)
 
     def forward(
         self, x: torch.Tensor, keep: torch.Tensor | None = None, is_first_microbatch: bool | None = None
@@ -137,11 +147,11 @@ class TEBlock(nn.Module):
 class TEVisionTransformer(VisionTransformer):
     """`VisionTransformer` with `TEBlock`s: other kernels, the same function, FP8 if the config asks for it."""
 
-    def __init__(self, cfg: ModelConfig, fp8: Fp8Config) -> None:
+    def __init__(self, cfg: ModelConfig, fp8: Fp8Config, tp: DeviceMesh | None = None) -> None:
         self.recipe = recipe(fp8)
         forget_earlier_models()
         with quantized_weights(self.recipe, enabled=fp8.quantized_model_init):
-            super().__init__(cfg, block=functools.partial(TEBlock, row_multiple=row_multiple(self.recipe)))
+            super().__init__(cfg, block=functools.partial(TEBlock, row_multiple=row_multiple(self.recipe), tp=tp))
         log_attention_backend()
         self.scaling = scaling_state(self, self.recipe)
 
@@ -153,6 +163,41 @@ class TEVisionTransformer(VisionTransformer):
             for block, keep in zip(self.blocks, keeps, strict=True):
                 x = block(x, keep, is_first_microbatch=is_first_microbatch)
         return x
+
+
+def split_layers(block: TEBlock, tp: DeviceMesh) -> None:
+    """Tell FSDP2, the optimizers and checkpoints, by DTensors, which part of a weight each rank of `tp` has.
+
+    TransformerEngine makes the parts and sums over them (`tp_group`), but its parameters are plain tensors, and plain
+    ones it must get: `with_local_parameters`.
+    """
+    cuts = {block.attn.qkv: {"weight": 0, "bias": 0}, block.attn.proj: {"weight": 1}}
+    cuts[block.mlp] = {"fc1_weight": 0, "fc1_bias": 0, "fc2_weight": 1}
+    for layer, dims in cuts.items():
+        for name, dim in dims.items():
+            if isinstance(part := getattr(layer, name, None), nn.Parameter) and part.numel():
+                layer._parameters[name] = nn.Parameter(DTensor.from_local(part.data, tp, [Shard(dim)], run_check=False))
+        layer.forward = with_local_parameters(layer)
+    for norm in (block.attn.q_norm, block.attn.k_norm):  # of this rank's heads, (B, N, H, K)
+        if isinstance(norm, nn.LayerNorm):
+            parallelize_module(norm, tp, SequenceParallel(sequence_dim=2, use_local_output=True))
+
+
+def with_local_parameters(layer: nn.Module) -> Callable[..., torch.Tensor]:
+    """The layer's forward, which then finds its DTensors' local parts as its parameters."""
+    forward = layer.forward
+
+    @functools.wraps(forward)
+    def on_parts(*args: Any, **kwargs: Any) -> torch.Tensor:
+        parameters: dict[str, Any] = layer._parameters
+        whole = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+        parameters.update({name: p.to_local() for name, p in whole.items()})
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            parameters.update(whole)
+
+    return on_parts
 
 
 def transformer_engine() -> ModuleType:

@@ -207,7 +207,7 @@ REFUSED = {
     "metric": ("evaluation.best_metric=val/acc", "evaluation.best_metric='val/acc'", "'val/top1'"),
     "wandb mode": ("wandb.mode=on", "wandb.mode='on'", "'offline'"),
     "scalar for a section": ("optimizer=adam", "optimizer='adam'"),
-    "tensor parallelism": ("distributed.tp=2", "distributed.tp=2", "should be 1"),
+    "tensor parallelism": ("distributed.tp=0", "distributed.tp=0", "greater than 0"),
     "dp_shard": ("distributed.dp_shard=0", "distributed.dp_shard=0", "greater than 0"),
     # Contradictions.
     "heads": ("model.num_heads=5", "model.num_heads=5", "model.embed_dim=96", "3"),

@@ -12,6 +12,7 @@ import launch
 
 import faulthandler
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -81,6 +82,13 @@ def dropout_masks(cfg):
 def pretend_a_peak(cfg):
     """A device of 1 MFLOP/s, so that there is an MFU."""
     metrics.peak_flops = lambda device: 1e6
+
+
+def share_a_gpu(cfg):
+    """Have several ranks on one GPU, which NCCL refuses: gloo takes tensors in its memory, too. Keeps gradients."""
+    init = dist.init_process_group
+    dist.init_process_group = lambda backend, **options: init("gloo", **options)
+    keep_first_gradients(cfg)
 
 
 def keep_first_gradients(cfg):
@@ -328,18 +336,17 @@ EXTRA = {}  # what a hook adds to a task's metrics
 
 def gathered(tensor, *, like):
     """The whole of a tensor that is cut over ranks as `like` is, evenly or not; None stands for an empty part."""
-    from runtime.tensors import to_local
+    from runtime.tensors import chunks_of, split_local, to_local
 
     if not isinstance(like, torch.distributed.tensor.DTensor):
         return tensor.detach().float().cpu()
-    (chunk,) = like.__create_chunk_list__()
-    part = None if tensor is None else to_local(tensor).detach().float().cpu()
+    values = [] if tensor is None else split_local(to_local(tensor).detach().float().cpu(), like)
+    places = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks_of(like)]
     parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (tuple(chunk.offsets), tuple(chunk.sizes), part))
+    dist.all_gather_object(parts, list(zip(places, values, strict=False)))
     whole = torch.full(like.shape, torch.nan)
-    for offsets, sizes, values in parts:
-        if values is not None:
-            whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] = values.view(sizes)
+    for (offsets, sizes), piece in itertools.chain(*parts):
+        whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] = piece.view(sizes)
     return whole
 
 

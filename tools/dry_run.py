@@ -287,9 +287,7 @@ def show(trial: Trial) -> None:
     """Print it."""
     sizes, gib = trial.sizes, 2**30
     print(f"mesh: {' x '.join(f'{name}={size}' for name, size in trial.mesh.items())}")
-    print(
-        f"batch: {sizes.micro_batch_size} images x {sizes.world_size} ranks x {sizes.accumulation} microbatches a step"
-    )
+    print(f"batch: {sizes.micro_batch_size} images x {sizes.dp_size} ranks x {sizes.accumulation} microbatches a step")
     print(f"steps: {sizes.num_train_steps:,}")
     print(f"parameters: {sum(trial.units):,}")
     alike = collections.Counter(trial.units[:-1])
