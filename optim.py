@@ -242,6 +242,8 @@ class Muon(AdamW):
 
 def orthogonal_together(matrices: torch.Tensor) -> torch.Tensor:
     """`orthogonal` of matrices that all ranks have, each rank doing its share of them."""
+    if not dist.is_initialized():
+        return orthogonal(matrices)
     ranks, number = dist.get_world_size(), len(matrices)
     share = -(-number // ranks)
     mine = matrices[dist.get_rank() * share :][:share]

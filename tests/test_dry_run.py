@@ -36,7 +36,7 @@ def whole(shapes):
 def test_fsdp2_on_eight_ranks():
     trial, units = tried("train_fsdp2")
     flat = [shape for unit in units for shape in unit]
-    assert trial.mesh == {"dp_outer": 1, "dp_shard": 8}
+    assert trial.mesh == {"dp_outer": 1, "dp_shard": 8, "tp": 1}
     assert (trial.sizes.micro_batch_size, trial.sizes.accumulation) == (3, 1)
     assert trial.units == [whole(unit) for unit in units]
     part = 4 * sharded(flat, 8)
@@ -59,7 +59,7 @@ def test_fsdp2_on_eight_ranks():
 def test_replicas_of_shards_with_accumulation():
     trial, units = tried("train_fsdp2", "distributed.dp_outer=2", "micro_batch_size=1", "precision=bf16")
     flat = [shape for unit in units for shape in unit]
-    assert trial.mesh == {"dp_outer": 2, "dp_shard": 4}
+    assert trial.mesh == {"dp_outer": 2, "dp_shard": 4, "tp": 1}
     padded = 4 * sharded(flat, 4)  # numbers
     assert trial.collectives == {
         dry_run.Collective("all-gather", 4): (3 * 2 * 3, 3 * 2 * padded * 2),  # of each microbatch, in BF16
@@ -70,6 +70,22 @@ def test_replicas_of_shards_with_accumulation():
     assert trial.memory["weights"] == 4 * sharded(flat, 4)
     assert trial.memory["whole gradients between microbatches"] == 4 * whole(flat)
     assert trial.memory["gathered weights"] == 2 * whole(flat)
+
+
+def test_tensor_parallelism():
+    """Each block sums two outputs in the forward pass, and two gradients of its inputs in the backward pass."""
+    wide = ["model.embed_dim=48", "model.num_heads=4", "global_batch_size=24"]
+    trial, units = tried("train_fsdp2", "distributed.tp=2", *wide)
+    assert trial.mesh == {"dp_outer": 1, "dp_shard": 4, "tp": 2}
+    assert trial.sizes.micro_batch_size == 24 // 4
+    stream = 6 * 4 * 48 * 4  # images x tokens x width x 4 bytes
+    count, size = trial.collectives[dry_run.Collective("all-reduce", 2)]
+    # Two blocks; and the gradient's norm, of matrices cut by rows and of those cut by columns.
+    assert (count - 2, size - 2 * 8) == (4 * 2, 4 * 2 * stream)
+    norms_and_biases = 6 * 48
+    assert trial.units[0] == (whole(units[0]) - norms_and_biases) // 2 + norms_and_biases
+    alone, _ = tried("train_fsdp2", *wide)
+    assert trial.memory["weights"] == pytest.approx(alone.memory["weights"], rel=0.1)
 
 
 def test_weights_that_stay_gathered_are_gathered_once():

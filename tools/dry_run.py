@@ -31,6 +31,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily  # noqa: E402
+from torch.distributed import distributed_c10d  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
@@ -46,7 +47,7 @@ from runtime.tensors import to_local  # noqa: E402
 from schema import Config, RunSizes, pair  # noqa: E402
 
 SCRIPTS = ("train_ddp", "train_fsdp2")
-KINDS = {"allgather": "all-gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce"}
+KINDS = {"allgather": "all-gather", "reducescatter": "reduce-scatter", "allreduce": "all-reduce"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,8 @@ class Trial:
     Attributes:
         sizes: the run's.
         mesh: axis -> ranks along it.
-        units: parameters of each part that is gathered (FSDP2) by itself, the last being what is outside of the blocks.
+        units: parameters of each part that is gathered (FSDP2) by itself, the last being what is outside of the blocks;
+            under tensor parallelism a rank's.
         memory: what for -> bytes.
         collectives: -> their number and the bytes of their whole tensors, in one step.
     """
@@ -88,19 +90,33 @@ class CountCollectives(TorchDispatchMode):
         self.counts: dict[Collective, list[int]] = collections.defaultdict(lambda: [0, 0])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            kind = next((shown for name, shown in KINDS.items() if name in func.__name__), func.__name__)
-            boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            name = func.__name__.replace("_", "")
+            kind = next((shown for part, shown in KINDS.items() if part in name), func.__name__)
             # Before or after it: of an all-gather and of a reduce-scatter the larger side is the whole tensor.
             whole = max(_bytes(tensors) for tensors in args if isinstance(tensors, torch.Tensor | list))
-            count = self.counts[Collective(kind, dist.ProcessGroup.unbox(boxed).size())]
+            count = self.counts[Collective(kind, _group(args).size())]
             count[0] += 1
             count[1] += whole
         return func(*args, **(kwargs or {}))
 
 
-def _is_group(value: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in str(value._type())
+def _group(args: tuple) -> dist.ProcessGroup:
+    """The process group among a collective's arguments: an object, or (as DTensor passes it) its name, the last one."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return dist.ProcessGroup.unbox(arg)
+    return distributed_c10d._resolve_process_group(args[-1])
+
+
+def _numbers(module: nn.Module) -> int:
+    """Parameters of a module when it is gathered: under tensor parallelism a rank's part of the matrices."""
+    number = 0
+    for parameter in module.parameters():
+        names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
+        is_cut = "tp" in names and not parameter.placements[names.index("tp")].is_replicate()
+        number += parameter.numel() // (parameter.device_mesh["tp"].size() if is_cut else 1)
+    return number
 
 
 def _bytes(tensors: Any) -> int:
@@ -153,7 +169,8 @@ class WithoutRanks(contextlib.ExitStack):
         self.put(checkpoint, "restore", lambda *args: checkpoint.Resumed(0, "", None))
         self.put(vit.TrainableModel, "init_weights", lambda *args: None)
         # A mesh is made of ranks, and a shard's place follows from them: values.
-        named = ((entrypoint, "init_device_mesh"), (DeviceMesh, "__getitem__"), (DTensor, "__create_chunk_list__"))
+        named = [(entrypoint, "init_device_mesh"), (DTensor, "__create_chunk_list__")]
+        named += [(DeviceMesh, name) for name in ("__init__", "__getitem__")]  # FSDP2 makes one of its own and tp's
         for owner, name in named:
             self.put(owner, name, with_values(getattr(owner, name)))
         if hasattr(entrypoint, "settle_buckets"):
@@ -252,8 +269,8 @@ def trial_of(run: trainer.Run, cfg: Config, session: Session, sizes: RunSizes) -
     if run.state.ema:
         memory["averages"] = _bytes(run.state.ema.averages)
 
-    in_blocks = [sum(p.numel() for p in block.parameters()) for block in blocks]
-    whole = sum(p.numel() for p in module.parameters())
+    in_blocks = [_numbers(block) for block in blocks]
+    whole = _numbers(module)
     units = [*in_blocks, whole - sum(in_blocks)]
     if run.model is module:
         width = 2 if cfg.precision == "bf16" else 4
