@@ -85,7 +85,8 @@ def test_tensor_parallelism():
     norms_and_biases = 6 * 48
     assert trial.units[0] == (whole(units[0]) - norms_and_biases) // 2 + norms_and_biases
     alone, _ = tried("train_fsdp2", *wide)
-    assert trial.memory["weights"] == pytest.approx(alone.memory["weights"], rel=0.1)
+    # A little more: over four ranks, not eight, goes what tp does not cut.
+    assert 1 < trial.memory["weights"] / alone.memory["weights"] < 1.2
 
 
 def test_weights_that_stay_gathered_are_gathered_once():

@@ -113,9 +113,11 @@ def _numbers(module: nn.Module) -> int:
     """Parameters of a module when it is gathered: under tensor parallelism a rank's part of the matrices."""
     number = 0
     for parameter in module.parameters():
-        names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
-        is_cut = "tp" in names and not parameter.placements[names.index("tp")].is_replicate()
-        number += parameter.numel() // (parameter.device_mesh["tp"].size() if is_cut else 1)
+        number += parameter.numel()
+        if isinstance(parameter, DTensor) and "tp" in (names := parameter.device_mesh.mesh_dim_names or ()):
+            axis = names.index("tp")
+            if not parameter.placements[axis].is_replicate():
+                number -= parameter.numel() - parameter.numel() // parameter.device_mesh.size(axis)
     return number
 
 
