@@ -197,7 +197,8 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
             ("fsdp2.cpu_offload", script == "train_fsdp2" and cfg.fsdp2.cpu_offload),
         ):
             if lacks:
-                raise ConfigError(f"cuda_graphs=true records no {key}=true: set one of them to false")
+                value = lacks if isinstance(lacks, str) else "true"
+                raise ConfigError(f"cuda_graphs=true records no {key}={value}: set one of them to false")
         if not torch.cuda.is_available():
             raise ConfigError("cuda_graphs=true needs a CUDA GPU: set it to false here")
     axes = cfg.distributed

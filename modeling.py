@@ -2,15 +2,17 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import vit
 import vit_te
-from schema import Fp8Config, ModelConfig
+from schema import Fp8Config, ModelConfig, Recompute
 
 
 def build_model(cfg: ModelConfig, fp8: Fp8Config, tp: DeviceMesh | None = None) -> vit.TrainableModel:
@@ -48,16 +50,33 @@ def split_blocks(cfg: ModelConfig, fp8: Fp8Config, tp: DeviceMesh) -> vit.Traina
     return model
 
 
-def prepare_blocks(model: vit.TrainableModel, *, activation_checkpointing: bool, compile: bool) -> None:
+def prepare_blocks(model: vit.TrainableModel, *, activation_checkpointing: Recompute, compile: bool) -> None:
     """Recompute and compile block by block, before sharding and inside its hooks: recompute -> compile -> shard.
 
-    Wraps each block's `forward` rather than the block, so that no wrapper shows in parameter names and no strategy's
-    hook is traced.
+    Wraps each block's `forward`, or its MLP's, rather than the module, so that no wrapper shows in parameter names and
+    no strategy's hook is traced.
     """
+    engine = vit_te.transformer_engine() if model.cfg.transformer_engine else None
     # TransformerEngine's recomputes in FP8, with the scales of the first pass.
-    recompute = vit_te.transformer_engine().checkpoint if model.cfg.transformer_engine else checkpoint
+    recompute: Callable = engine.checkpoint if engine else checkpoint
     for block in model.shard_units():
+        if activation_checkpointing == "selective":
+            # Both stop before the MLP's last product, for whose result nothing asks in the backward pass. The fused
+            # MLP's own way keeps its input, which is the residual stream; torch's the norm's output. Only
+            # TransformerEngine's checkpoint, around its MLP with dropout, goes on to the end.
+            mlp: Any = block.mlp
+            if engine is None:
+                mlp.forward = functools.partial(_recomputed, mlp)
+            elif isinstance(mlp, engine.LayerNormMLP):
+                mlp.checkpoint = True
+            else:
+                mlp.forward = functools.partial(recompute, mlp.forward, use_reentrant=False)
         forward: Callable = block.forward
-        if activation_checkpointing:
+        if activation_checkpointing is True:
             forward = functools.partial(recompute, forward, use_reentrant=False)
         block.forward = torch.compile(forward) if compile else forward
+
+
+def _recomputed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """module(x), its inside recomputed; not a partial of `checkpoint`, for each of which blocks are compiled again."""
+    return checkpoint(type(module).forward, module, x, use_reentrant=False)

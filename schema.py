@@ -31,6 +31,7 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Size = PositiveInt | tuple[PositiveInt, PositiveInt]  # one number or [height, width]
 Range = tuple[PositiveFloat, PositiveFloat]
+Recompute = bool | Literal["selective"]
 Channels = Annotated[tuple[float, ...], Field(min_length=1)]  # one value for all channels, or one a channel
 PositiveChannels = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
 
@@ -679,8 +680,9 @@ class Config:
     cuda_graphs: bool
     """One launch for a microbatch's forward and backward pass, recorded in step 12: the GPU no longer waits for its
     host."""
-    activation_checkpointing: bool
-    """Recompute each block in the backward pass: less memory, about a third more compute."""
+    activation_checkpointing: Recompute
+    """Compute again in the backward pass, for less memory: true = each block, a third more compute | selective = the
+    inside of each MLP, about a tenth more | false = nothing."""
     max_grad_norm: PositiveFloat | None
     """Bound of the gradients' global norm, which is logged all the same; null = no clipping."""
     output_dir: str
@@ -760,6 +762,11 @@ class Config:
             raise ConfigError(
                 f"model.representation_size={self.model.representation_size} cannot be exported, timm's ViTs have a "
                 "linear head: set checkpoint.save_final_model=false"
+            )
+        if self.activation_checkpointing and self.model.freeze == "backbone":
+            raise ConfigError(
+                f"activation_checkpointing={json.dumps(self.activation_checkpointing)} with model.freeze=backbone: the "
+                "blocks have no backward pass; set activation_checkpointing=false"
             )
         self._check_transformer_engine()
         if self.fp8_config.enabled:

@@ -315,6 +315,7 @@ def test_a_class_may_be_missing_in_val(tmp_path, tiny, run):
     "overrides",
     [
         ["model.implementation=hf"],
+        ["activation_checkpointing=selective"],
         ["model.transformer_engine=true", "precision=bf16", "model.act_layer=gelu_tanh"],
         [
             "fp8_config.enabled=true",

@@ -256,6 +256,13 @@ REFUSED = {
         "mfsdp.outer_dp_sharding_strategy=optim",
         "mfsdp.zero_dp_strategy=optim_grads_params",
     ),
+    "recomputation": ("activation_checkpointing=full", "activation_checkpointing='full'", "boolean", "'selective'"),
+    "recomputation of what is frozen": (
+        "activation_checkpointing=selective model.freeze=backbone",
+        'activation_checkpointing="selective"',
+        "model.freeze=backbone",
+        "activation_checkpointing=false",
+    ),
     "FP8 without TransformerEngine": (
         "fp8_config.enabled=true",
         "fp8_config.enabled=true",

@@ -119,7 +119,8 @@ def test_buckets_are_those_of_the_second_pass():
 def test_activations_of_a_block():
     """Its input, two norms' outputs, q, k, v, attention's output, their sum with the input, 4 + 4 of the MLP.
 
-    Also two numbers a token of each norm, and one a token and head of attention; a recomputed block has its input only.
+    Also two numbers a token of each norm, and one a token and head of attention; a recomputed block has its input only,
+    one with a recomputed MLP all but the MLP's 4 + 4.
     """
     bytes_of_stream = 4 * 3 * 4 * 24  # 3 images' 4 tokens of width 24
 
@@ -128,6 +129,7 @@ def test_activations_of_a_block():
         return (kept[1]["activations of a microbatch"] - kept[0]["activations of a microbatch"]) / bytes_of_stream
 
     assert a_block() == pytest.approx(16 + (2 + 2 + 3) / 24)
+    assert a_block("activation_checkpointing=selective") == pytest.approx(8 + (2 + 2 + 3) / 24)
     assert a_block("activation_checkpointing=true") == 1
 
 

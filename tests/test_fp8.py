@@ -78,8 +78,15 @@ def _tasks(nproc, image_folder, folder):
         quarter = f"micro_batch_size={48 // nproc // 4}"
         count = {"before": "count_weight_casts"}
         first.append(task(f"{script}-{name}-accumulated", script, quarter, *five, *GRID[name], **count))
-        recompute = "activation_checkpointing=true"
-        first.append(task(f"{script}-{name}-recompute", script, recompute, *five, *GRID[name]))
+        for value in ("true", "selective"):
+            recompute = f"activation_checkpointing={value}"
+            first.append(task(f"{script}-{name}-recompute-{value}", script, recompute, *five, *GRID[name]))
+        # FP8's weights of an earlier microbatch, and the MLP with dropout in it.
+        selective = ["activation_checkpointing=selective", *five, *GRID[name]]
+        first.append(task(f"{script}-{name}-selective-accumulated", script, quarter, *selective))
+        dropout = "model.proj_drop_rate=0.1"
+        first.append(task(f"{script}-{name}-dropout", script, dropout, *five, *GRID[name]))
+        first.append(task(f"{script}-{name}-selective-dropout", script, dropout, *selective))
     for script, name, images in ODD:
         odd = ["num_train_steps=3", f"global_batch_size={images * nproc}", unsaved]
         first.append(task(f"{script}-{name}-odd", script, *odd, *GRID[name]))
@@ -193,11 +200,20 @@ def test_weights_are_quantized_once_a_step(runs, nproc, script, recipe):
     assert losses(folder, name) == pytest.approx(losses(folder, f"{script}-{recipe}")[:5], abs=0.05)
 
 
+@pytest.mark.parametrize("value", ["true", "selective"])
 @pytest.mark.parametrize(("script", "recipe"), VARIED)
-def test_recompute_changes_nothing(runs, nproc, script, recipe):
+def test_recompute_changes_nothing(runs, nproc, script, recipe, value):
     _, folder = runs(nproc)
     want = losses(folder, f"{script}-{recipe}")[:5]
-    assert losses(folder, f"{script}-{recipe}-recompute") == pytest.approx(want, abs=1e-2)
+    assert losses(folder, f"{script}-{recipe}-recompute-{value}") == pytest.approx(want, abs=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["accumulated", "dropout"])
+@pytest.mark.parametrize(("script", "recipe"), VARIED)
+def test_recomputed_mlps_change_nothing(runs, nproc, script, recipe, kind):
+    _, folder = runs(nproc)
+    want = losses(folder, f"{script}-{recipe}-{kind}")
+    assert losses(folder, f"{script}-{recipe}-selective-{kind}") == pytest.approx(want, abs=1e-2)
 
 
 @pytest.mark.parametrize(("script", "recipe", "images"), ODD)

@@ -57,7 +57,10 @@ def _tasks(nproc, image_folder, folder):
         tasks.append(task(f"compile-{script}", script, "compile=true", *often, before="allow_few_recompiles"))
         deep = ["compile=true", "model.depth=8", "model.drop_path_rate=0.3", "num_train_steps=2"]
         tasks.append(task(f"deep-{script}", script, *deep, before="allow_few_recompiles"))
-        tasks.append(task(f"recompute-{script}", script, "num_train_steps=10", "activation_checkpointing=true"))
+        for name, value in (("recompute", "true"), ("selective", "selective")):
+            chosen = f"activation_checkpointing={value}"
+            tasks.append(task(f"{name}-{script}", script, "num_train_steps=10", chosen))
+        tasks.append(task(f"both-{script}", script, "compile=true", "activation_checkpointing=selective", *often))
         hot = ["num_train_steps=1", "optimizer.lr=1e-2"]
         tasks.append(task(f"hot-{script}", script, *hot, before="keep_first_gradients"))
         tasks.append(task(f"diverges-{script}", script, before="make_last_rank_infinite_at_step_3", may_fail=True))
@@ -203,12 +206,14 @@ def test_compiled_blocks_share_their_graphs(runs, nproc, script):
         assert "error" not in rank, rank["error"]
 
 
-@pytest.mark.parametrize(("option", "script"), [*itertools.product(("compile", "recompute"), SCRIPTS)])
+@pytest.mark.parametrize(
+    ("option", "script"), [*itertools.product(("compile", "recompute", "selective", "both"), SCRIPTS)]
+)
 def test_compile_and_recompute_change_nothing(runs, nproc, script, option):
     _, folder = runs(nproc)
     eager = column(folder, f"{script}-1", "train/loss")
-    # recompute has another schedule length: compare the warmup's losses, which it does not touch.
-    steps = 3 if option == "recompute" else 9
+    # Ten steps have another schedule length: compare the warmup's losses, which it does not touch.
+    steps = 3 if option in ("recompute", "selective") else 9
     assert column(folder, f"{option}-{script}", "train/loss")[:steps] == pytest.approx(eager[:steps], abs=1e-2)
     assert set(column(folder, f"{option}-{script}", "val/images")) == {23}
 

@@ -121,9 +121,10 @@ def test_cuda_graphs_are_refused_where_they_cannot_be(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for script in ("train_ddp", "train_fsdp2"):
         launch.check_script(cfg, script, 1)
-    recomputed = with_values(cfg, activation_checkpointing=True)
-    text = error_of(launch.check_script, recomputed, "train_ddp", 1)
-    assert "cuda_graphs=true records no activation_checkpointing=true" in text
+    for value, shown in ((True, "true"), ("selective", "selective")):
+        recomputed = with_values(cfg, activation_checkpointing=value)
+        text = error_of(launch.check_script, recomputed, "train_ddp", 1)
+        assert f"cuda_graphs=true records no activation_checkpointing={shown}" in text
     offloaded = with_values(cfg, fsdp2={"cpu_offload": True})
     assert "cuda_graphs=true records no fsdp2.cpu_offload=true" in error_of(
         launch.check_script, offloaded, "train_fsdp2", 1

@@ -615,7 +615,7 @@ def test_recomputing_changes_no_number(overrides):
     assert len(calls) == 2 * cfg.depth
 
 
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
+@pytest.mark.parametrize("activation_checkpointing", [False, "selective", True])
 @pytest.mark.parametrize("overrides", ["", "drop_path_rate=0.1 init_values=0.1"])
 def test_compiling_reaches_every_block(monkeypatch, overrides, activation_checkpointing):
     """What differs from block to block makes torch compile anew, until it runs the ninth and later ones uncompiled."""

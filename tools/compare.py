@@ -74,6 +74,8 @@ def check(cfg: Config) -> None:
         wanted["model.img_size"] = str(side)
     if cfg.micro_batch_size != cfg.global_batch_size:
         wanted["micro_batch_size"] = "null"
+    if cfg.activation_checkpointing == "selective":  # which timm has not
+        wanted["activation_checkpointing"] = "true"
     if policy and "3a" not in policy:  # timm leaves the jitter out beside any other
         wanted["data.color_jitter"] = "null"
     for key, value in wanted.items():
@@ -231,7 +233,7 @@ def train(cfg: Config) -> dict[str, Any]:
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=is_bf16)
     timm.utils.random_seed(cfg.seed)
     model = build_model(cfg).to(device)
-    model.set_grad_checkpointing(cfg.activation_checkpointing)
+    model.set_grad_checkpointing(cfg.activation_checkpointing is True)
     optimizer = build_optimizer(model, cfg)
     scheduler = build_scheduler(optimizer, cfg)
     ema = timm.utils.ModelEmaV3(model, **vars(cfg.ema)) if cfg.ema.decay is not None else None

@@ -63,6 +63,11 @@ ASSUMED = {"network GB/s a card": 50.0, "microseconds a hop of a ring": 3.0, "ca
 # the blocks, and in the backward pass of one: 11. But for the arithmetic fitted to the peaks in estimate.json.
 KEPT = {"eager": 8.0, "compiled": 8.0, "te": 8.0, "fp8": 6.1}
 KEPT_BY_CASTS, KEPT_OUTSIDE = 2.0, 11.0
+# What activation_checkpointing=selective leaves out of these, by arithmetic: tensors of the MLP's width, those of the
+# stream's. TransformerEngine's MLP has the norm in it; FP8's activations and norms have half of BF16's bytes. An eager
+# norm under autocast leaves its output in FP32, and that, uncast, is the MLP's input.
+LEFT_OUT = {"eager": (2.0, 0.0), "compiled": (2.0, 0.0), "te": (2.0, 1.0), "fp8": (1.5, 0.5)}
+KEPT_UNCAST = 1.0
 STATE_BYTES = {"adamw": 8, "lamb": 8, "sgd": 4, "muon": 4}  # of the optimizer, a parameter (muon: of the matrices)
 
 
@@ -138,6 +143,37 @@ def blocks_of(cfg: Config) -> str:
     return "compiled" if cfg.compile else "eager"
 
 
+def activations(cfg: Config, script: str) -> tuple[float, float]:
+    """Tensors of (images, tokens, width) in BF16 that a block keeps from forward to backward, and that it comes to.
+
+    The second is what it has by the time of its own backward pass, when it has recomputed.
+    """
+    kind, model = blocks_of(cfg), cfg.model
+    is_cast = script == "train_ddp" and kind == "eager"
+    whole = KEPT[kind] + (KEPT_BY_CASTS if is_cast else 0) + 2 * model.mlp_ratio + (2 if model.qk_norm else 0)
+    if not cfg.activation_checkpointing:
+        return whole, whole
+    if cfg.activation_checkpointing is True:
+        return 1.0, 1.0 + whole
+    of_mlp, of_stream = LEFT_OUT[kind]
+    left_out = of_mlp * model.mlp_ratio + of_stream
+    kept = whole - left_out + (KEPT_UNCAST if is_cast else 0)
+    return kept, kept + left_out
+
+
+def recomputed(cfg: Config, flops: float) -> float:
+    """Time of a step's computing over that without recomputation, of a model of `flops` an image's forward pass."""
+    if not cfg.activation_checkpointing:
+        return 1.0
+    if cfg.activation_checkpointing is True:
+        return 4 / 3
+    model = cfg.model
+    # The MLP's first product; its second one, too, where dropout after it wants its own mask again.
+    products = 2 if model.proj_drop_rate else 1
+    again = products * 2 * model.depth * model.num_tokens() * model.embed_dim**2 * model.mlp_ratio
+    return 1 + again / (3 * flops)
+
+
 def tflops(kind: str, width: int) -> float:
     """TFLOP/s of a whole step, from the widest model measured that is not wider, or else the narrowest."""
     known = RATES[kind]
@@ -176,11 +212,9 @@ def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: floa
     memory = {"weights": weights * shape.params / parts, "gradients": 4 * shape.params / parts}
     memory["optimizer"] = STATE_BYTES[cfg.optimizer.name] * shape.params / parts
     memory["averages"] = 4 * shape.params / parts if cfg.ema.decay else 0
-    casts = KEPT_BY_CASTS if is_ddp and kind == "eager" else 0
-    a_block = KEPT[kind] + casts + 2 * model.mlp_ratio + (2 if model.qk_norm else 0)
     stream = 2 * micro * model.num_tokens() * model.embed_dim
-    blocks = model.depth + a_block if cfg.activation_checkpointing else model.depth * a_block
-    memory["activations"] = stream * (blocks + KEPT_OUTSIDE)
+    kept, at_work = activations(cfg, script)
+    memory["activations"] = stream * (model.depth * kept + at_work - kept + KEPT_OUTSIDE)
     outside = shape.params - model.depth * shape.block
     stays = script == "train_fsdp2" and not cfg.fsdp2.reshard_after_forward
     held = shape.params if stays else outside + 2 * shape.block
@@ -193,8 +227,8 @@ def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: floa
     peak = sum(memory.values()) - late
 
     # Time.
-    recomputed = 4 / 3 if cfg.activation_checkpointing else 1
-    compute = accumulation * micro * 3 * shape.flops * recomputed / (tflops(kind, model.embed_dim) * 1e12)
+    compute = accumulation * micro * 3 * shape.flops / (tflops(kind, model.embed_dim) * 1e12)
+    compute *= recomputed(cfg, shape.flops)
     host = accumulation * HOST_MS[kind if kind in HOST_MS else "compiled"][script] / 24 * model.depth / 1e3
     host = GRAPHED_HOST_MS / 1e3 if cfg.cuda_graphs else host
     here = min(node, shard)
@@ -210,8 +244,9 @@ def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: floa
         beside = max(node // shard, 1) if gpus > node else outer
         collectives += 2 * ring_s(4 * shape.params / shard, outer, beside, units, network=network)
     shown = max((1 - HIDDEN[script]) * collectives, collectives - compute)
-    settings = {"micro_batch_size": micro, "activation_checkpointing": cfg.activation_checkpointing}
-    settings |= {} if is_ddp else {"distributed.dp_outer": outer}
+    settings: dict[str, Any] = {"micro_batch_size": micro}
+    settings |= {"activation_checkpointing": cfg.activation_checkpointing} if cfg.activation_checkpointing else {}
+    settings |= {"distributed.dp_outer": outer} if outer > 1 else {}
     in_gib = {name: size / GIB for name, size in memory.items() if size}
     return Estimate(script, settings, in_gib, peak / GIB, compute, host, collectives, max(compute, host) + shown)
 
@@ -225,7 +260,7 @@ def ways(cfg: Config, gpus: int, room: float, shape: Shape, *, network: float) -
     for script in SCRIPTS:
         outers = [None] if script == "train_ddp" or gpus <= node or gpus % node else [None, gpus // node]
         found = []
-        for micro, recomputes, outer in itertools.product(micros, (False, True), outers):
+        for micro, recomputes, outer in itertools.product(micros, (False, "selective", True), outers):
             if recomputes and cfg.cuda_graphs:
                 continue
             tried = dataclasses.replace(
@@ -263,8 +298,7 @@ def show(cfg: Config, card: str, gpus: int, *, network: float) -> None:
         hint = ": the host sets the pace, try cuda_graphs=true" if way.host > way.compute else ""
         print(f"      ms: {parts}{hint}")
         print(f"      GiB: {', '.join(f'{name} {size:.1f}' for name, size in way.memory.items())}")
-        settings = {key: value for key, value in way.settings.items() if value is not False and value != 1}
-        print(f"      {' '.join(f'{key}={to_text(value)}' for key, value in settings.items())}")
+        print(f"      {' '.join(f'{key}={to_text(value)}' for key, value in way.settings.items())}")
 
 
 def main() -> None:
