@@ -578,8 +578,18 @@ class Fsdp2Config:
 
     reshard_after_forward: bool
     """true = ZeRO-3; false keeps the weights gathered until the backward pass (ZeRO-2)."""
+    gathered_blocks: NonNegativeInt
+    """With reshard_after_forward: this many of the last blocks stay gathered until their backward pass, which comes
+    first; a gather less for each, and its weights in memory (in the forward pass's precision)."""
     cpu_offload: bool
     """Weights, gradients and optimizer in host memory; needs CUDA."""
+
+    def __post_init__(self) -> None:
+        if self.gathered_blocks and not self.reshard_after_forward:
+            raise ConfigError(
+                f"fsdp2.gathered_blocks={self.gathered_blocks} with fsdp2.reshard_after_forward=false, with which all "
+                "blocks stay gathered: set one of them to its default"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -767,6 +777,11 @@ class Config:
             raise ConfigError(
                 f"activation_checkpointing={json.dumps(self.activation_checkpointing)} with model.freeze=backbone: the "
                 "blocks have no backward pass; set activation_checkpointing=false"
+            )
+        if self.fsdp2.gathered_blocks > self.model.depth:
+            raise ConfigError(
+                f"fsdp2.gathered_blocks={self.fsdp2.gathered_blocks} is more than model.depth={self.model.depth}: "
+                "give at most that"
             )
         self._check_transformer_engine()
         if self.fp8_config.enabled:

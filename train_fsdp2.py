@@ -52,6 +52,8 @@ def main(cfg: Config) -> dict[str, float]:
         }
         units = [fully_shard(unit, **options) for unit in model.shard_units()]
         root = fully_shard(model, **options)  # `model` itself, now with FSDP's methods, as the units are
+        for unit in units[len(units) - cfg.fsdp2.gathered_blocks :]:  # whose weights backward asks for first
+            unit.set_reshard_after_forward(False)
         model.to_empty(device="cpu" if cfg.fsdp2.cpu_offload else device)
         keep_packed_rows(dict(model.named_parameters()))  # under tp
         model.init_weights(cfg.seed, device)

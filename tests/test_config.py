@@ -263,6 +263,16 @@ REFUSED = {
         "model.freeze=backbone",
         "activation_checkpointing=false",
     ),
+    "gathered blocks with ZeRO-2": (
+        "fsdp2.gathered_blocks=1 fsdp2.reshard_after_forward=false",
+        "fsdp2.gathered_blocks=1",
+        "fsdp2.reshard_after_forward=false",
+    ),
+    "more gathered blocks than blocks": (
+        "fsdp2.gathered_blocks=7 model.depth=6",
+        "fsdp2.gathered_blocks=7",
+        "model.depth=6",
+    ),
     "FP8 without TransformerEngine": (
         "fp8_config.enabled=true",
         "fp8_config.enabled=true",

@@ -96,6 +96,19 @@ def test_weights_that_stay_gathered_are_gathered_once():
     assert trial.memory["gathered weights"] == 4 * whole(flat)
 
 
+def test_the_last_blocks_stay_gathered():
+    """A gather less for each, their weights in memory; one alone takes none, as two are gathered at a time."""
+    every, units = tried("train_fsdp2", "model.depth=5")
+    for number in (1, 3):
+        trial, _ = tried("train_fsdp2", "model.depth=5", f"fsdp2.gathered_blocks={number}")
+        gather = dry_run.Collective("all-gather", 8)
+        (count, size), (all_count, all_size) = trial.collectives[gather], every.collectives[gather]
+        assert all_count - count == number
+        assert all_size - size == number * 4 * 8 * sharded(units[0], 8)
+        more = 4 * (max(number, 2) - 2) * whole(units[0])
+        assert trial.memory["gathered weights"] == every.memory["gathered weights"] + more
+
+
 def test_ddp():
     trial, units = tried("train_ddp", "micro_batch_size=1", "ema.decay=0.9")
     flat = [shape for unit in units for shape in unit]

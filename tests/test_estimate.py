@@ -50,6 +50,8 @@ def test_memory():
 
     gathered = estimated("train_fsdp2", 8, "fsdp2.reshard_after_forward=false").memory["gathered"]
     assert gathered == pytest.approx((2 * P + 6 * BLOCK) / 2**30)
+    gathered = estimated("train_fsdp2", 8, "fsdp2.gathered_blocks=3").memory["gathered"]
+    assert gathered == pytest.approx((2 * (P - 9 * BLOCK) + 6 * BLOCK) / 2**30)
     recomputed = estimated("train_fsdp2", 8, "activation_checkpointing=true")
     assert recomputed.memory["activations"] == pytest.approx(stream * (12 + 16 + 11) / 2**30)
     assert recomputed.settings == {"micro_batch_size": 128, "activation_checkpointing": True}  # what is printed
@@ -152,6 +154,9 @@ def test_collectives():
     assert estimated("train_fsdp2", 32, "distributed.dp_outer=4").network == pytest.approx(sharded + replicas)
     once = estimated("train_fsdp2", 8, "fsdp2.reshard_after_forward=false").network
     assert once == pytest.approx(sharded - 2 * P * 7 / 8 / 295.1e9 - 13 * 7 * hop)
+    last = estimated("train_fsdp2", 8, "fsdp2.gathered_blocks=3").network
+    assert last == pytest.approx(sharded - 2 * 3 * BLOCK * 7 / 8 / 295.1e9 - 3 * 7 * hop)
+    assert estimated("train_mfsdp", 8, "fsdp2.gathered_blocks=3") == estimated("train_mfsdp", 8)
     twice = estimated("train_fsdp2", 8, "micro_batch_size=64").network
     assert twice == pytest.approx(sharded + 2 * 2 * P * 7 / 8 / 295.1e9 + 26 * 7 * hop)
 

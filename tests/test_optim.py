@@ -210,6 +210,7 @@ def _tasks(image_folder, folder):
     tasks.append(task("ema-half", "train_fsdp2", *EMA, *HALF, output="ema-chain"))
     tasks.append(task("ema-chain", "train_ddp", *EMA, output="ema-chain"))
     tasks.append(task("ema-zero2", "train_fsdp2", *EMA, "fsdp2.reshard_after_forward=false"))
+    tasks.append(task("ema-gathered", "train_fsdp2", *EMA, "fsdp2.gathered_blocks=1"))
     tasks.append(task("without", "train_fsdp2", "evaluation.every_n_steps=2"))
     tasks.append(task("ema-later-half", "train_fsdp2", *HALF, output="ema-later"))
     tasks.append(task("ema-later", "train_ddp", *EMA, output="ema-later"))
@@ -334,7 +335,7 @@ def stored(folder, name, step, part):
     return {key.removeprefix(f"{part}."): tensor for key, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("name", ["ema-train_ddp", "ema-train_fsdp2", "ema-zero2"])
+@pytest.mark.parametrize("name", ["ema-train_ddp", "ema-train_fsdp2", "ema-zero2", "ema-gathered"])
 def test_averages_equal_timms(runs, image_folder, name):
     """Saved, evaluated beside the weights, which are untouched by it, and exported."""
     _, folder = runs(0)

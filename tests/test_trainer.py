@@ -110,6 +110,7 @@ def _tasks(nproc, image_folder, folder):
             selective = ["activation_checkpointing=selective", "num_train_steps=6"]
             tasks.append(task(f"selective-{script}", script, *selective))
         tasks.append(task("hsdp", "train_fsdp2", "distributed.dp_outer=2", "num_train_steps=6"))
+        tasks.append(task("gathered", "train_fsdp2", "fsdp2.gathered_blocks=1", "num_train_steps=6"))
         tasks.append(task("zero2", "train_fsdp2", "fsdp2.reshard_after_forward=false", "num_train_steps=6"))
     return tasks
 
@@ -276,7 +277,9 @@ def test_bf16_keeps_weights_and_moments_in_float32(runs, script):
     assert losses != exact
 
 
-@pytest.mark.parametrize("variant", ["recompute", "selective-train_ddp", "selective-train_fsdp2", "hsdp", "zero2"])
+@pytest.mark.parametrize(
+    "variant", ["recompute", "selective-train_ddp", "selective-train_fsdp2", "hsdp", "gathered", "zero2"]
+)
 def test_options_of_memory_change_no_number(runs, variant):
     """Recomputation, replicas and resharding: the same six steps."""
     _, folder = runs(2)

@@ -277,8 +277,10 @@ def trial_of(run: trainer.Run, cfg: Config, session: Session, sizes: RunSizes) -
     if run.model is module:
         width = 2 if cfg.precision == "bf16" else 4
         # Forward and backward have two blocks at a time, the one at work and the next, and what is outside of the
-        # blocks. A gradient is in the compute's precision, then once more in FP32 to be reduced.
-        held = sum(units) if not cfg.fsdp2.reshard_after_forward else units[-1] + sum(sorted(in_blocks)[-2:])
+        # blocks; between them are those that stay gathered. A gradient is in the compute's precision, then once more in
+        # FP32 to be reduced.
+        blocks_held = max(cfg.fsdp2.gathered_blocks, 2) if cfg.fsdp2.reshard_after_forward else len(in_blocks)
+        held = units[-1] + sum(sorted(in_blocks)[-blocks_held:])
         memory["gathered weights"] = held * width
         memory["gradients of a block before they are reduced"] = max(in_blocks) * (width + 4)
         if sizes.accumulation > 1:

@@ -217,7 +217,9 @@ def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: floa
     memory["activations"] = stream * (model.depth * kept + at_work - kept + KEPT_OUTSIDE)
     outside = shape.params - model.depth * shape.block
     stays = script == "train_fsdp2" and not cfg.fsdp2.reshard_after_forward
-    held = shape.params if stays else outside + 2 * shape.block
+    # Blocks that are gathered once a microbatch, and those that are gathered at one time.
+    once = model.depth if stays else cfg.fsdp2.gathered_blocks if script == "train_fsdp2" else 0
+    held = outside + max(once, 2) * shape.block
     memory["gathered"] = 0 if is_ddp else 2 * held + 6 * shape.block
     if script == "train_fsdp2" and accumulation > 1:
         memory["whole gradients"] = 4 * shape.params
@@ -236,10 +238,11 @@ def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: floa
         buckets = math.ceil(4 * shape.params / (cfg.ddp.bucket_cap_mb * 2**20))
         collectives = 2 * ring_s(4 * shape.params, gpus, min(node, gpus), buckets, network=network)
     else:
-        gathers = accumulation * (1 if stays else 2)
         reduces = accumulation if script == "train_mfsdp" else 1
         units = model.depth + 1
-        collectives = ring_s(gathers * 2 * shape.params, shard, here, gathers * units, network=network)
+        fewer, less = (units, shape.params) if stays else (once, once * shape.block)
+        gathers, gathered = accumulation * (2 * units - fewer), accumulation * (2 * shape.params - less)
+        collectives = ring_s(2 * gathered, shard, here, gathers, network=network)
         collectives += ring_s(reduces * 4 * shape.params, shard, here, reduces * units, network=network)
         beside = max(node // shard, 1) if gpus > node else outer
         collectives += 2 * ring_s(4 * shape.params / shard, outer, beside, units, network=network)
