@@ -145,7 +145,8 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
 
     folder, saved = found
     tensors = state.tensors(saved["step"])
-    stored = {key: tuple(entry.size) for key, entry in stored_tensors(folder).items()}
+    entries = stored_tensors(folder)
+    stored = {key: tuple(entry.size) for key, entry in entries.items()}
     has_ema = any(key.startswith("ema.") for key in stored)
     if state.ema and not has_ema:
         del tensors["ema"]
@@ -156,6 +157,8 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
     if "fp8" in tensors and not _has_scaling(saved, stored, state.scaling, cfg):
         del tensors["fp8"]
         logger.warning("%s has no scales for this FP8 recipe: they are found anew in the first steps", folder)
+    for dtype, into in _conversions({key: entry.properties.dtype for key, entry in entries.items()}, tensors["optim"]):
+        logger.info("%s has the optimizer's state in %s, which this run keeps in %s: converted", folder, dtype, into)
     dcp.load(tensors, storage_reader=Reader(folder))
     state.after_load()
     if state.ema and not has_ema:
@@ -336,6 +339,19 @@ def _check_same(
     for key in sorted(stored.keys() | wanted.keys()):
         if stored.get(key) != wanted.get(key):
             raise ConfigError(f"{folder}: {key} is {stored.get(key)} there and {wanted.get(key)} in this run: {advice}")
+
+
+def _conversions(
+    stored: dict[str, torch.dtype], states: dict[str, dict[str, torch.Tensor]]
+) -> set[tuple[torch.dtype, torch.dtype]]:
+    """Types of the optimizer's tensors in a checkpoint, by key, that this run has in another, and that one.
+
+    DCP copies what it reads into the live tensors, which rounds to their type.
+    """
+    pairs = {
+        (stored[f"optim.{name}.{key}"], tensor.dtype) for name, state in states.items() for key, tensor in state.items()
+    }
+    return {(dtype, into) for dtype, into in pairs if dtype != into}
 
 
 def _has_scaling(

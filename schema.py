@@ -334,6 +334,8 @@ class OptimizerConfig:
     """Decay of the averages of gradients and their squares; null with sgd, which has none."""
     eps: PositiveFloat | None
     """Added to the denominator of an update; null with sgd, which has none."""
+    state_dtype: Literal["fp32", "bf16"]
+    """Of adamw's two averages: fp32 (8 bytes a parameter) | bf16 (4; betas of at most 0.992)."""
     momentum: Rate | None
     """Momentum of sgd and of muon's matrices; null with adamw and lamb, which have none."""
     weight_decay: NonNegativeFloat
@@ -352,6 +354,27 @@ class OptimizerConfig:
                 raise ConfigError(
                     f"optimizer.{key}={value}: optimizer.name={self.name} takes {' and '.join(takes)}; set it to null"
                 )
+        if self.state_dtype == "bf16":
+            self._check_bf16_state()
+
+    def _check_bf16_state(self) -> None:
+        """Refuse what cannot have its state in BF16.
+
+        A BF16 number has 8 significant bits: the next one is at most 2^-7 = 0.8 % away. An average that decays by less
+        than half of that, as with 0.999, is rounded back to where it was, in each step anew, and never decays. With
+        1 - 2^-7 = 0.992 and below each decay is a step of BF16 at least, from any number.
+        """
+        if self.name != "adamw":
+            raise ConfigError(
+                f"optimizer.state_dtype=bf16 with optimizer.name={self.name}, whose state is fp32: set fp32, or "
+                "optimizer.name=adamw"
+            )
+        assert self.betas is not None  # adamw takes them
+        if max(self.betas) > 1 - 2**-7:
+            raise ConfigError(
+                f"optimizer.betas={list(self.betas)} with optimizer.state_dtype=bf16: an average that decays by less "
+                "than 2^-7 a step is lost in BF16's rounding; give at most 0.992, as [0.9, 0.95]"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -316,6 +316,7 @@ def test_a_class_may_be_missing_in_val(tmp_path, tiny, run):
     [
         ["model.implementation=hf"],
         ["activation_checkpointing=selective"],
+        ["optimizer.state_dtype=bf16", "optimizer.betas=[0.9,0.95]"],
         ["model.transformer_engine=true", "precision=bf16", "model.act_layer=gelu_tanh"],
         [
             "fp8_config.enabled=true",

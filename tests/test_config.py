@@ -313,6 +313,18 @@ REFUSED = {
         "optimizer.name=sgd takes momentum",
         "null",
     ),
+    "averages too slow for BF16": (
+        "optimizer.state_dtype=bf16",
+        "optimizer.betas=[0.9, 0.999]",
+        "optimizer.state_dtype=bf16",
+        "0.992",
+    ),
+    "BF16 state of LAMB": (
+        "optimizer.state_dtype=bf16 optimizer.name=lamb",
+        "optimizer.state_dtype=bf16",
+        "optimizer.name=lamb",
+        "set fp32",
+    ),
     "momentum of AdamW": ("optimizer.momentum=0.9", "optimizer.momentum=0.9", "betas and eps", "null"),
     "no momentum": (
         "optimizer.name=sgd optimizer.betas=null optimizer.eps=null",

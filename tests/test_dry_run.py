@@ -150,6 +150,7 @@ def test_activations_of_a_block():
     "overrides",
     [
         ["optimizer.name=lamb"],
+        ["optimizer.state_dtype=bf16", "optimizer.betas=[0.9,0.95]"],
         ["optimizer.name=muon", "optimizer.momentum=0.95"],
         ["data.mixup=0.8", "data.cutmix=1.0", "micro_batch_size=2", "global_batch_size=32", "model.drop_path_rate=0.1"],
         ["compile=true"],

@@ -48,6 +48,9 @@ def test_memory():
     assert fsdp2.memory == pytest.approx({name: size / 2**30 for name, size in parts.items()})
     assert fsdp2.peak == pytest.approx((sum(parts.values()) - 4 * P / 8) / 2**30)
 
+    bf16 = estimated("train_ddp", 8, "optimizer.state_dtype=bf16", "optimizer.betas=[0.9,0.95]")
+    assert bf16.memory["optimizer"] == pytest.approx(4 * P / 2**30)
+
     gathered = estimated("train_fsdp2", 8, "fsdp2.reshard_after_forward=false").memory["gathered"]
     assert gathered == pytest.approx((2 * P + 6 * BLOCK) / 2**30)
     gathered = estimated("train_fsdp2", 8, "fsdp2.gathered_blocks=3").memory["gathered"]

@@ -24,6 +24,7 @@ OPTIMIZERS = {
     "lamb": ["optimizer.name=lamb", "optimizer.lr=0.02"],
     "muon": ["optimizer.name=muon", "optimizer.momentum=0.95"],
     "layers": ["optimizer.layer_decay=0.5"],
+    "bf16-state": ["optimizer.betas=[0.9,0.95]", "optimizer.state_dtype=bf16"],
 }
 ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 

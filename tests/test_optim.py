@@ -34,11 +34,12 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, load
 from transformers import ViTForImageClassification
 
+import optim
 import schema
 from interop.weights_in import read
 from interop.weights_out import export_hugging_face, export_timm
 from modeling import build_model
-from optim import Ema, Lamb, Muon, param_groups
+from optim import Bf16AdamW, Ema, Lamb, Muon, param_groups
 from vit import VisionTransformer
 
 SGD = ["optimizer.name=sgd", "optimizer.betas=null", "optimizer.eps=null", "optimizer.momentum=0.9"]
@@ -51,6 +52,10 @@ OPTIMIZERS = {
     "muon": ["optimizer.name=muon", "optimizer.momentum=0.95", "optimizer.layer_decay=0.5"],
 }
 EMA = ["ema.decay=0.8", "ema.use_warmup=true", "evaluation.every_n_steps=2", "evaluation.best_metric=val/ema_loss"]
+
+
+FP32_STATE = ["optimizer.betas=[0.9,0.95]"]
+BF16_STATE = [*FP32_STATE, "optimizer.state_dtype=bf16"]
 
 
 HALF = ["num_train_steps=3", "lr_scheduler.num_training_steps=6"]
@@ -102,6 +107,66 @@ def test_muon_is_torchs():
     for mine, other, start in zip(ours, theirs, starts, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
         assert (mine - start).abs().max() > 1e-2
+
+
+BF16 = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+
+
+def moved(build, steps, dtype=torch.float32):
+    """Starts, weights after some steps of random gradients whose sizes differ by a hundred, and the optimizer."""
+    torch.manual_seed(0)
+    starts = [torch.randn(shape) for shape in ((24, 8), (5,), (3, 4, 5), (0, 8))]
+    parameters = [nn.Parameter(start.to(dtype, copy=True)) for start in starts]
+    groups = [{"params": parameters[:1], "weight_decay": 0.1}, {"params": parameters[1:], "weight_decay": 0.0}]
+    optimizer = build(groups)
+    for step in range(steps):
+        for parameter in parameters:
+            gradient = torch.randn(parameter.shape) * 10 ** (step % 3 - 2) + 1e-3
+            parameter.grad = gradient.to(dtype)
+        optimizer.step()
+    return starts, parameters, optimizer
+
+
+def with_bf16_state(groups):
+    return Bf16AdamW(groups, **BF16)
+
+
+def test_bf16_moments_stay_near_the_exact_ones():
+    """A hundred steps, against torch's AdamW in float64."""
+    starts, got, ours = moved(with_bf16_state, 100)
+    _, want, theirs = moved(lambda g: torch.optim.AdamW(g, foreach=False, **BF16), 100, torch.float64)
+    for start, mine, exact in list(zip(starts, got, want, strict=True))[:3]:  # the fourth is empty
+        assert 0 < (mine - exact).norm() <= 0.01 * (exact - start).norm()
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment, exact_moment = ours.state[mine][key], theirs.state[exact][key]
+            assert moment.dtype == torch.bfloat16
+            assert (moment - exact_moment).norm() <= 0.02 * exact_moment.norm()
+        assert ours.state[mine]["step"] == 100
+
+
+def test_bf16_moments_are_moved_piece_by_piece(monkeypatch):
+    """To the same digits, and never more than a piece of them is there in float32."""
+    _, want, _ = moved(with_bf16_state, 5)
+    sizes, move = [], optim.adamw
+
+    def noting(weights, *args, **kwargs):
+        sizes.append(sum(weight.numel() for weight in weights))
+        return move(weights, *args, **kwargs)
+
+    monkeypatch.setattr(optim, "adamw", noting)
+    monkeypatch.setattr(Bf16AdamW, "PIECE", 50)
+    _, got, _ = moved(with_bf16_state, 5)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert max(sizes) <= 50
+    assert sum(sizes) == 5 * (24 * 8 + 5 + 60)
+
+
+@pytest.mark.parametrize(("beta", "decays"), [(0.95, True), (1 - 2**-7, True), (0.999, False)])
+def test_which_averages_decay_in_bf16(beta, decays):
+    """Of all 128 BF16 numbers from 1 to 2, and so of any: the limit that schema.py has."""
+    numbers = 1 + torch.arange(128) / 128
+    after = (numbers.double() * beta).bfloat16()
+    assert torch.equal(after < numbers, torch.full((128,), decays))
 
 
 def test_muon_moves_the_blocks_matrices():
@@ -203,6 +268,13 @@ def _tasks(image_folder, folder):
         if name != "adamw":  # tests/test_checkpoint.py has it
             tasks.append(task(f"{name}-half", "train_ddp", *options, *HALF, output=f"{name}-chain"))
             tasks.append(task(f"{name}-chain", "train_fsdp2", *options, output=f"{name}-chain"))
+    for script in CPU_SCRIPTS:
+        tasks.append(task(f"bf16-{script}", script, *BF16_STATE))
+    tasks.append(task("bf16-half", "train_ddp", *BF16_STATE, *HALF, output="bf16-chain"))
+    tasks.append(task("bf16-chain", "train_fsdp2", *BF16_STATE, "checkpoint.async_save=true", output="bf16-chain"))
+    for name, first, second in (("to", FP32_STATE, BF16_STATE), ("from", BF16_STATE, FP32_STATE)):
+        tasks.append(task(f"{name}-bf16-half", "train_ddp", *first, *HALF, output=f"{name}-bf16"))
+        tasks.append(task(f"{name}-bf16", "train_fsdp2", *second, output=f"{name}-bf16"))
     tasks.append(task("sgd-accumulated", "train_ddp", *OPTIMIZERS["sgd"], "micro_batch_size=3"))
     tasks.append(task("sgd-resumes-adamw", "train_ddp", *OPTIMIZERS["sgd"], output="adamw-train_ddp", may_fail=True))
     for script in CPU_SCRIPTS:
@@ -333,6 +405,37 @@ def stored(folder, name, step, part):
     tensors = {key: torch.empty(entry.size) for key, entry in entries.items() if key.startswith(f"{part}.")}
     load(tensors, checkpoint_id=at, no_dist=True)
     return {key.removeprefix(f"{part}."): tensor for key, tensor in tensors.items()}
+
+
+def state_types(folder, name, step=6):
+    """Types of the moments in a run's checkpoint."""
+    at = folder / name / f"checkpoints/step_{step:08d}"
+    entries = FileSystemReader(at).read_metadata().state_dict_metadata
+    return {entry.properties.dtype for key, entry in entries.items() if "exp_avg" in key}
+
+
+def test_a_resume_with_bf16_moments_goes_on_in_the_same_digits(runs):
+    """From DDP to FSDP2, whose straight runs have the same digits, too."""
+    _, folder = runs(0)
+    want = column(folder, "bf16-train_ddp", "train/loss")
+    assert column(folder, "bf16-train_fsdp2", "train/loss") == want
+    assert column(folder, "bf16-chain", "train/loss") == want
+    for name in ("bf16-train_fsdp2", "bf16-chain"):
+        assert_same(weights(folder, name), weights(folder, "bf16-train_ddp"))
+        assert state_types(folder, name) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("name", "into"), [("to-bf16", torch.bfloat16), ("from-bf16", torch.float32)], ids=["to", "from"]
+)
+def test_moments_are_converted_at_a_resume(runs, name, into):
+    _, folder = runs(0)
+    other = {torch.bfloat16: torch.float32, torch.float32: torch.bfloat16}[into]
+    assert state_types(folder, name, 3) == {other}
+    assert state_types(folder, name) == {into}
+    assert (folder / name / "train.log").read_text().count(f"in {other}, which this run keeps in {into}") == 1
+    want = column(folder, "bf16-train_ddp", "train/loss")
+    assert column(folder, name, "train/loss") == pytest.approx(want, abs=2e-3)
 
 
 @pytest.mark.parametrize("name", ["ema-train_ddp", "ema-train_fsdp2", "ema-zero2", "ema-gathered"])

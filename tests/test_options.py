@@ -88,6 +88,7 @@ VALUES = {
     "wandb.mode": "offline",
     "wandb.init_args": {"project": "vit"},
     "profiler.ranks": [0, 1],
+    "optimizer.state_dtype": "bf16",
     "distributed.dp_outer": 2,
     "distributed.dp_shard": 2,
     "distributed.tp": 2,
@@ -121,6 +122,7 @@ ON = {
         "optimizer.name": "sgd", "optimizer.momentum": 0.9, "optimizer.betas": None, "optimizer.eps": None,
         "loss.name": "sigmoid", "loss.bce_target_thresh": 0.1,
     },
+    "faster averages": {"optimizer.betas": [0.9, 0.95]},
     "not exported": {"checkpoint.save_final_model": False},
 }  # fmt: skip
 # Refused on a machine without a GPU whatever else is set, or read by TransformerEngine only: tests/test_fp8.py.

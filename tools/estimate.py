@@ -210,7 +210,8 @@ def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: floa
     # Memory. Megatron-FSDP shards its BF16 weights, too; autocast casts each weight of DDP's once.
     weights = 6 if is_ddp or script == "train_mfsdp" else 4
     memory = {"weights": weights * shape.params / parts, "gradients": 4 * shape.params / parts}
-    memory["optimizer"] = STATE_BYTES[cfg.optimizer.name] * shape.params / parts
+    state = STATE_BYTES[cfg.optimizer.name] / (2 if cfg.optimizer.state_dtype == "bf16" else 1)
+    memory["optimizer"] = state * shape.params / parts
     memory["averages"] = 4 * shape.params / parts if cfg.ema.decay else 0
     stream = 2 * micro * model.num_tokens() * model.embed_dim
     kept, at_work = activations(cfg, script)
