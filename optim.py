@@ -113,7 +113,7 @@ class Bf16AdamW(AdamW):
     of a group, where our checkpoints have a tensor's.
     """
 
-    PIECE = 2**24  # numbers in FP32 at a time, 64 MiB a moment
+    PIECE = 2**22  # numbers in FP32 at a time, 16 MiB a moment
 
     def _init_group(self, group: dict, *lists: list[torch.Tensor]) -> bool:
         """Make the state where there is none, in torch's form, then as AdamW."""
@@ -141,7 +141,7 @@ class Bf16AdamW(AdamW):
         options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused", "foreach")}
         options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         counted = [step.clone() for step in steps]  # it counts; a tensor of several pieces takes one step all the same
-        adamw(weights, grads, *in_fp32, [], counted, **options)
+        adamw(weights, grads, in_fp32[0], in_fp32[1], [], counted, **options)
         for moments, exact in zip((averages, squares), in_fp32, strict=True):
             torch._foreach_copy_(moments, exact)
 

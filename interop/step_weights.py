@@ -1,6 +1,7 @@
 """The weights in a checkpoint of ours, in one process, without the optimizer's state."""
 
 import contextlib
+import dataclasses
 import json
 import warnings
 from collections.abc import Iterable, Iterator
@@ -72,25 +73,80 @@ def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     return {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def read_step_weights(folder: Path, *, raw: bool = False) -> tuple[dict[str, Tensor], str]:
-    """The weights of a step folder, read in one process, and what they are: "weights" or "EMA weights".
+@dataclasses.dataclass(frozen=True)
+class StepWeights:
+    """The weights of a step folder, read in one process, whole or a block at a time; the optimizer's state is not read.
 
-    The moving average, if the run had one, unless `raw` asks for the weights themselves. The optimizer's state, most of
-    the folder, is not read.
+    Attributes:
+        folder: of ours.
+        part: "ema", the moving average, or "model", the weights themselves.
+        stored: name -> what the index says of it.
+    """
+
+    folder: Path
+    part: str
+    stored: dict[str, TensorStorageMetadata]
+
+    @classmethod
+    def of(cls, folder: Path, *, raw: bool = False) -> "StepWeights":
+        """The moving average, if the run had one, unless `raw` asks for the weights themselves.
+
+        Raises:
+            ConfigError: the folder cannot be read.
+        """
+        with reading(folder):
+            entries = stored_tensors(folder)
+        part = "ema" if not raw and any(key.startswith("ema.") for key in entries) else "model"
+        of_part = {key.split(".", 1)[1]: entry for key, entry in entries.items() if key.startswith(f"{part}.")}
+        return cls(folder, part, of_part)
+
+    @property
+    def kind(self) -> str:
+        """What they are: "weights" or "EMA weights"."""
+        return {"ema": "EMA weights", "model": "weights"}[self.part]
+
+    def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Those of the names in the index, or all; under timm's names.
+
+        Raises:
+            ConfigError: the folder cannot be read.
+        """
+        tensors = self._empty(self.stored if names is None else names, "cpu")
+        with reading(self.folder):
+            load_tensors(self.folder, {self.part: tensors})
+        return joined(tensors)
+
+    def by_block(self) -> Iterator[dict[str, Tensor]]:
+        """All of them, under timm's names: one block after the other, and what is outside of the blocks.
+
+        Raises:
+            ConfigError: the folder cannot be read.
+        """
+        groups: dict[str, list[str]] = {}
+        for name in self.stored:
+            groups.setdefault(".".join(name.split(".")[:2]) if name.startswith("blocks.") else "", []).append(name)
+        for names in groups.values():
+            yield self.read(names)
+
+    def on_meta(self) -> dict[str, Tensor]:
+        """Tensors without storage under timm's names."""
+        return joined(self._empty(self.stored, "meta"))
+
+    def _empty(self, names: Iterable[str], device: str) -> dict[str, Tensor]:
+        stored = {name: self.stored[name] for name in names}
+        return {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype, device=device) for name, entry in stored.items()
+        }
+
+
+def read_step_weights(folder: Path, *, raw: bool = False) -> tuple[dict[str, Tensor], str]:
+    """The weights of a step folder, whole, and what they are; see `StepWeights`.
 
     Raises:
         ConfigError: the folder cannot be read.
     """
-    with reading(folder):
-        entries = stored_tensors(folder)
-        part = "ema" if not raw and any(key.startswith("ema.") for key in entries) else "model"
-        tensors = {
-            key.removeprefix(f"{part}."): torch.empty(entry.size, dtype=entry.properties.dtype)
-            for key, entry in entries.items()
-            if key.startswith(f"{part}.")
-        }
-        load_tensors(folder, {part: tensors})
-    return joined(tensors), {"ema": "EMA weights", "model": "weights"}[part]
+    weights = StepWeights.of(folder, raw=raw)
+    return weights.read(), weights.kind
 
 
 def load_tensors(folder: Path, tensors: dict[str, Any]) -> None:

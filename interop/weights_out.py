@@ -4,17 +4,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from timm.data.imagenet_info import ImageNetInfo
 from torch import Tensor
 
 from interop import hugging_face
-from interop.step_weights import read_state, read_step_weights
+from interop.step_weights import StepWeights, read_state
 from runtime.files import write_json
 from runtime.parameter_names import HUGGING_FACE_BLOCK, HUGGING_FACE_REST
 from schema import ConfigError, pair
@@ -48,9 +47,9 @@ def export_timm(step_folder: Path, target: Path, *, raw: bool = False) -> str:
             f"model.representation_size={size} cannot be exported: timm's ViTs have a linear head; fine-tune with "
             "checkpoint.init_from and model.representation_size=null"
         )
-    tensors, kind = read_step_weights(step_folder, raw=raw)
-    _write_folder(target, tensors, {"config.json": _timm_config(state)})
-    return kind
+    weights = StepWeights.of(step_folder, raw=raw)
+    _write_folder(target, weights, dict, {"config.json": _timm_config(state)})
+    return weights.kind
 
 
 def timm_arguments(model: dict[str, Any]) -> dict[str, Any]:
@@ -119,10 +118,10 @@ def export_hugging_face(step_folder: Path, target: Path, *, raw: bool = False) -
         if not supports(model.get(key)):
             value = json.dumps(model[key]).strip('"')
             raise ConfigError(f"model.{key}={value} cannot be exported to Hugging Face: {why}; export to timm")
-    tensors, kind = read_step_weights(step_folder, raw=raw)
+    weights = StepWeights.of(step_folder, raw=raw)
     files = {"config.json": _hugging_face_config(state), "preprocessor_config.json": _hugging_face_processor(state)}
-    _write_folder(target, _to_hugging_face(tensors), files)
-    return kind
+    _write_folder(target, weights, _to_hugging_face, files)
+    return weights.kind
 
 
 def _to_hugging_face(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -191,14 +190,45 @@ def _each_channel(values: list[float], model: dict[str, Any]) -> list[float]:
     return list(values) * (model["in_chans"] // len(values))
 
 
-def _write_folder(target: Path, tensors: dict[str, Tensor], files: dict[str, Any]) -> None:
-    """model.safetensors and JSON files, in a folder that is whole or not there."""
+def _write_folder(
+    target: Path, weights: StepWeights, convert: Callable[[dict[str, Tensor]], dict[str, Tensor]], files: dict[str, Any]
+) -> None:
+    """model.safetensors and JSON files, in a folder that is whole or not there; a block at a time is in memory.
+
+    Args:
+        target: folder that is replaced.
+        weights: what is written.
+        convert: from timm's names and tensors to those of the file, of all or of some.
+        files: name -> content of the JSON files.
+    """
     temporary = target.with_name(target.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    tensors = {name: tensor.to(torch.float32).contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+    tensors = (pair for block in weights.by_block() for pair in convert(block).items())
+    shapes = {name: tensor.shape for name, tensor in convert(weights.on_meta()).items()}
+    _write_safetensors(temporary / "model.safetensors", shapes, tensors)
     for name, content in files.items():
         write_json(temporary / name, content)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(temporary, target)
+
+
+def _write_safetensors(path: Path, shapes: dict[str, torch.Size], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """A file of float32 tensors, which come one by one and in any order; the library's writer wants all at once.
+
+    The form (https://huggingface.co/docs/safetensors): the length of a JSON header, 8 bytes; the header, in which each
+    tensor has its place in what follows; the tensors' bytes, little-endian, without gaps.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(shapes):
+        begin, end = end, end + 4 * shapes[name].numel()
+        header[name] = {"dtype": "F32", "shape": list(shapes[name]), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors:
+            begin, _ = header[name]["data_offsets"]
+            file.seek(8 + len(text) + begin)
+            file.write(tensor.to(torch.float32).contiguous().numpy().astype("<f4", copy=False).data)

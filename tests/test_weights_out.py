@@ -30,7 +30,7 @@ from weight_files import (
 
 import schema
 from imagenet_dataset import eval_transform
-from interop import weights_in, weights_out
+from interop import step_weights, weights_in, weights_out
 from vit import VisionTransformer
 
 # An option that Hugging Face's ViT lacks, with what else it needs.
@@ -273,3 +273,29 @@ def test_exports_of_imagenet_have_names_for_people(tmp_path):
     weights_out.export_timm(write_step(tmp_path, cfg, step=4, classes=["n01440764", "a", "b"])[0], tmp_path / "other")
     about = json.loads((tmp_path / "other/config.json").read_text())["pretrained_cfg"]
     assert "label_descriptions" not in about
+
+
+@pytest.mark.parametrize("form", ["timm", "hugging_face"])
+def test_the_file_is_what_the_library_writes(stored_weights, tmp_path, form):
+    """Byte for byte, so that its own reader and any other take it."""
+    _, folder, _ = stored_weights
+    getattr(weights_out, f"export_{form}")(folder / "step_00000012", tmp_path / "out")
+    file = tmp_path / "out/model.safetensors"
+    save_file(load_file(file), tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    assert file.read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
+
+
+def test_a_block_at_a_time_is_read(stored_weights, tmp_path, monkeypatch):
+    cfg, folder, tensors = stored_weights
+    sizes, read = [], step_weights.load_tensors
+
+    def noting(folder, nested):
+        (part,) = nested.values()
+        sizes.append(sum(tensor.numel() for tensor in part.values()))
+        read(folder, nested)
+
+    monkeypatch.setattr(step_weights, "load_tensors", noting)
+    weights_out.export_timm(folder / "step_00000012", tmp_path / "out")
+    names = [[name for name in tensors if name.startswith(f"blocks.{number}.")] for number in range(cfg.depth)]
+    names.append([name for name in tensors if not name.startswith("blocks.")])
+    assert sorted(sizes) == sorted(sum(tensors[name].numel() for name in group) for group in names)

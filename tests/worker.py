@@ -284,6 +284,14 @@ def doctor(cfg):
     return {"code": code, "shown": shown.getvalue(), "times": times}
 
 
+def start_memory(cfg):
+    """tools/start_memory.py on this rank."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+    import start_memory
+
+    return start_memory.measure(cfg)
+
+
 def _signal_once(owner, name, *, call, ranks, numbers):
     """The ranks send themselves the signals at the given call of a function."""
     original, calls = getattr(owner, name), []

@@ -94,7 +94,7 @@ class CountCollectives(TorchDispatchMode):
             name = func.__name__.replace("_", "")
             kind = next((shown for part, shown in KINDS.items() if part in name), func.__name__)
             # Before or after it: of an all-gather and of a reduce-scatter the larger side is the whole tensor.
-            whole = max(_bytes(tensors) for tensors in args if isinstance(tensors, torch.Tensor | list))
+            whole = max(num_bytes(tensors) for tensors in args if isinstance(tensors, torch.Tensor | list))
             count = self.counts[Collective(kind, _group(args).size())]
             count[0] += 1
             count[1] += whole
@@ -121,13 +121,13 @@ def _numbers(module: nn.Module) -> int:
     return number
 
 
-def _bytes(tensors: Any) -> int:
+def num_bytes(tensors: Any) -> int:
     """Of this rank's parts of a tensor, or of nested lists and dicts of them."""
     if isinstance(tensors, torch.Tensor):
         local = to_local(tensors)
         return local.numel() * local.element_size()
     parts = tensors.values() if isinstance(tensors, dict) else tensors
-    return sum(_bytes(part) for part in parts if isinstance(part, torch.Tensor | list | tuple | dict))
+    return sum(num_bytes(part) for part in parts if isinstance(part, torch.Tensor | list | tuple | dict))
 
 
 class Saved:
@@ -237,7 +237,7 @@ def trial_of(run: trainer.Run, cfg: Config, session: Session, sizes: RunSizes) -
     module = run.model.module if isinstance(run.model, DistributedDataParallel) else run.model
     assert isinstance(module, vit.TrainableModel)
     blocks = list(module.shard_units())
-    memory = {"weights": _bytes(run.state.weights)}
+    memory = {"weights": num_bytes(run.state.weights)}
     saved = Saved(blocks)
 
     def forward_backward(images: torch.Tensor, targets: torch.Tensor, microbatch: int) -> torch.Tensor:
@@ -249,7 +249,7 @@ def trial_of(run: trainer.Run, cfg: Config, session: Session, sizes: RunSizes) -
         return loss
 
     def before_update(*_: Any) -> None:
-        memory["gradients"] = _bytes([p.grad for p in run.state.trained])
+        memory["gradients"] = num_bytes([p.grad for p in run.state.trained])
 
     one_pass, shape = trainer.pass_of(run, cfg, sizes), (cfg.model.in_chans, *pair(cfg.data.image_size))
     batch = torch.zeros(sizes.micro_batch_size, *shape, dtype=torch.uint8), torch.zeros(sizes.micro_batch_size).long()
@@ -267,9 +267,9 @@ def trial_of(run: trainer.Run, cfg: Config, session: Session, sizes: RunSizes) -
             normalize=trainer.Normalize(cfg, session.device),
             mixup=Mixup(cfg),
         )
-    memory["optimizer"] = _bytes([list(state.values()) for state in run.optimizer.state.values()])
+    memory["optimizer"] = num_bytes([list(state.values()) for state in run.optimizer.state.values()])
     if run.state.ema:
-        memory["averages"] = _bytes(run.state.ema.averages)
+        memory["averages"] = num_bytes(run.state.ema.averages)
 
     in_blocks = [_numbers(block) for block in blocks]
     whole = _numbers(module)
