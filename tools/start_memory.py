@@ -2,10 +2,10 @@
 
     python tools/start_memory.py vit_huge_patch14_224 --ranks 4 --output benchmarks/start_memory_cpu.json
 
-For each model config/model/ has under that name: processes on a CPU start train_fsdp2.py's own `main` on images of noise, and
-in place of the training save, resume from that, and write final_model. Of each part the highest resident memory of a rank is
-taken (the kernel's own mark, VmHWM), less what the process had before `main`, less what the rank has to hold then: its shard of
-weights, gradients and optimizer state. What is left should be a block at most, whole, and a constant.
+MODEL is a name of config/model/. Processes on a CPU start train_fsdp2.py's own `main` on images of noise and, in place of
+the training, save, resume from that and write final_model. Of each part the highest resident memory of a rank is taken
+(the kernel's own mark, VmHWM), less what the process had before `main`, less what the rank has to hold then: its shard
+of weights, gradients and optimizer state. What is left should be a block at most, whole, and a constant.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ sys.path.insert(0, str(ROOT))
 import launch  # noqa: E402  (before torch)
 
 import torch.distributed as dist  # noqa: E402
-from benchmark import provenance  # noqa: E402
-from dry_run import num_bytes  # noqa: E402
 
 import checkpoint  # noqa: E402
 import trainer  # noqa: E402
+from benchmark import provenance  # noqa: E402
+from dry_run import num_bytes  # noqa: E402
 from schema import Config, RunSizes  # noqa: E402
 
 M_MMAP_THRESHOLD = -3
