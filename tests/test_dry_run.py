@@ -1,6 +1,7 @@
 """tools/dry_run.py: its numbers against arithmetic, its errors against the entrypoints'."""
 
 import math
+import re
 import resource
 import sys
 
@@ -206,3 +207,17 @@ def test_a_thousand_ranks_take_less_than_a_minute(tmp_path):
     assert "mesh: dp_outer=128 x dp_shard=8" in done.stdout
     assert "32 blocks of 314,639,360" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "ranks", "block"), [("22b", 64, 453_046_784), ("60b", 256, 1_258_394_112)])
+def test_the_largest_models_are_built_wrapped_and_take_a_step(tmp_path, size, ranks, block):
+    large = ["--config-name", "vit_10b_patch14_224", "data=synthetic", f"model=vit_{size}_patch14_224"]
+    options = ["global_batch_size=1024", f"output_dir={tmp_path / 'run'}", "compile=false"]
+    command = [ROOT / "tools/dry_run.py", "train_fsdp2.py", "--ranks", ranks, *large, *options]
+    done = run_command(command, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert f"48 blocks of {block:,}" in done.stdout
+    assert re.search(r"\n +96 x all-gather", done.stdout)  # twice 48 blocks and the rest, less the two that stay
+    weights, state = (float(re.search(rf"([\d.]+)  {part}\n", done.stdout)[1]) for part in ("weights", "optimizer"))
+    assert state == pytest.approx(weights, rel=0.01)  # two averages in BF16

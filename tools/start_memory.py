@@ -2,10 +2,11 @@
 
     python tools/start_memory.py vit_huge_patch14_224 --ranks 4 --output benchmarks/start_memory_cpu.json
 
-MODEL is a name of config/model/. Processes on a CPU start train_fsdp2.py's own `main` on images of noise and, in place of
-the training, save, resume from that and write final_model. Of each part the highest resident memory of a rank is taken
-(the kernel's own mark, VmHWM), less what the process had before `main`, less what the rank has to hold then: its shard
-of weights, gradients and optimizer state. What is left should be a block at most, whole, and a constant.
+MODEL is a name of config/model/. Processes on a CPU start train_fsdp2.py's own `main` on images of noise and, in
+place of the training, save, resume from that and write final_model. Of each part the highest resident memory of a
+rank is taken (the kernel's own mark, VmHWM), less what the process had before `main`, less what the rank has to hold
+then: its shard of weights, gradients and optimizer state. What is left should be a block at most, whole, and a
+constant.
 """
 
 import contextlib
@@ -138,7 +139,9 @@ def main() -> None:
         as_rank(Path(sys.argv[2]), sys.argv[3:])
         return
     parser = launch.Parser(__doc__)
-    parser.add_argument("models", nargs="+", help="names of config/model/; key=value are overrides for all of them")
+    parser.add_argument(
+        "models", nargs="+", metavar="MODEL", help="names of config/model/; key=value are overrides for all of them"
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_intermixed_args()
