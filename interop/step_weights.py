@@ -116,17 +116,12 @@ class StepWeights:
             load_tensors(self.folder, {self.part: tensors})
         return joined(tensors)
 
-    def by_block(self) -> Iterator[dict[str, Tensor]]:
-        """All of them, under timm's names: one block after the other, and what is outside of the blocks.
-
-        Raises:
-            ConfigError: the folder cannot be read.
-        """
+    def blocks(self) -> list[list[str]]:
+        """The names in the index, those of one block together, and what is outside of the blocks."""
         groups: dict[str, list[str]] = {}
         for name in self.stored:
             groups.setdefault(".".join(name.split(".")[:2]) if name.startswith("blocks.") else "", []).append(name)
-        for names in groups.values():
-            yield self.read(names)
+        return list(groups.values())
 
     def on_meta(self) -> dict[str, Tensor]:
         """Tensors without storage under timm's names."""

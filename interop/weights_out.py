@@ -204,31 +204,36 @@ def _write_folder(
     temporary = target.with_name(target.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    tensors = (pair for block in weights.by_block() for pair in convert(block).items())
-    shapes = {name: tensor.shape for name, tensor in convert(weights.on_meta()).items()}
-    _write_safetensors(temporary / "model.safetensors", shapes, tensors)
+    _write_safetensors(temporary / "model.safetensors", weights, convert)
     for name, content in files.items():
         write_json(temporary / name, content)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(temporary, target)
 
 
-def _write_safetensors(path: Path, shapes: dict[str, torch.Size], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """A file of float32 tensors, which come one by one and in any order; the library's writer wants all at once.
+def _write_safetensors(
+    path: Path, weights: StepWeights, convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> None:
+    """A file of float32 tensors, block by block; the library's writer wants all at once.
 
     The form (https://huggingface.co/docs/safetensors): the length of a JSON header, 8 bytes; the header, in which each
     tensor has its place in what follows; the tensors' bytes, little-endian, without gaps.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in sorted(shapes):
-        begin, end = end, end + 4 * shapes[name].numel()
-        header[name] = {"dtype": "F32", "shape": list(shapes[name]), "data_offsets": [begin, end]}
+    for name, tensor in sorted(convert(weights.on_meta()).items()):
+        begin, end = end, end + 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in tensors:
+
+    def write(tensors: dict[str, Tensor]) -> None:  # a function, so that a block is gone before the next is read
+        for name, tensor in tensors.items():
             begin, _ = header[name]["data_offsets"]
             file.seek(8 + len(text) + begin)
             file.write(tensor.to(torch.float32).contiguous().numpy().astype("<f4", copy=False).data)
+
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for names in weights.blocks():
+            write(convert(weights.read(names)))
