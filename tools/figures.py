@@ -55,6 +55,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "resident": ("input_pipeline/device_cache.py",),
     "same_numbers": (),
     "save": ("checkpoint.py",),
+    "start_memory": ("train_fsdp2.py", "vit.py", "optim.py", "checkpoint.py", "interop/weights_out.py"),
     "slurm": ("slurm.sh", "launch.py"),
     "step": ("vit.py", "vit_te.py", "modeling.py", "optim.py"),
     "tests": (*STRATEGIES, "checkpoint.py"),
