@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from runtime.parameter_names import timm_name
 from runtime.tensors import local_slice, local_views, split_local, to_local
-from schema import Config, EmaConfig, RunSizes
+from schema import Config, EmaConfig, RunSizes, peak_lr
 
 
 def param_groups(
@@ -66,7 +66,7 @@ def _layer(name: str, depth: int) -> int:
 
 def build_optimizer(model: nn.Module, cfg: Config, *, no_weight_decay: set[str]) -> torch.optim.Optimizer:
     """The optimizer of the config, over the (sharded) parameters of `model` that train; call it after sharding."""
-    options = cfg.optimizer
+    options, lr = cfg.optimizer, peak_lr(cfg)
     splits_blocks = options.name == "muon"
     groups = param_groups(
         model, no_weight_decay, options.weight_decay, options.layer_decay, splits_blocks=splits_blocks
@@ -74,9 +74,9 @@ def build_optimizer(model: nn.Module, cfg: Config, *, no_weight_decay: set[str])
     on_cuda = groups[0]["params"][0].device.type == "cuda"  # one kernel for many tensors; on a CPU torch's plain loop
     if options.name == "sgd":
         assert options.momentum is not None  # schema.py sees to it, here and for muon
-        optimizer = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, foreach=on_cuda)
+        optimizer = torch.optim.SGD(groups, lr=lr, momentum=options.momentum, foreach=on_cuda)
     else:
-        adaptive = {"lr": options.lr, "betas": options.betas, "eps": options.eps}
+        adaptive = {"lr": lr, "betas": options.betas, "eps": options.eps}
         if options.name == "lamb":
             optimizer = Lamb(groups, **adaptive)
         elif options.name == "muon":
@@ -420,7 +420,8 @@ class Ema:
 def lr_at(step: int, cfg: Config, sizes: RunSizes) -> float:
     """Learning rate of update number `step`, 1 being the first: a function of the step, the config and the run's sizes.
 
-    Linear warmup from warmup_start_lr at step 0 to lr at step num_warmup_steps; then, until the schedule's last step:
+    Linear warmup from warmup_start_lr at step 0 to the peak, lr below, at step num_warmup_steps; then, until the
+    schedule's last step:
 
     - cosine: half a cosine down to min_lr (arXiv 1608.03983, without restarts)
     - linear: a straight line down to min_lr
@@ -430,7 +431,7 @@ def lr_at(step: int, cfg: Config, sizes: RunSizes) -> float:
     The last two fall in a straight line over the last num_cooldown_steps steps, what is above min_lr to 0. Past the
     schedule's end all stay where they are; without a cooldown rsqrt and constant have no end.
     """
-    schedule, peak = cfg.lr_scheduler, cfg.optimizer.lr
+    schedule, peak = cfg.lr_scheduler, peak_lr(cfg)
     length, warmup = sizes.schedule_steps, sizes.num_warmup_steps
     since_warmup = step - warmup
     if since_warmup <= 0:

@@ -329,7 +329,12 @@ class OptimizerConfig:
     name: Literal["adamw", "sgd", "lamb", "muon"]
     """adamw | sgd | lamb | muon (of the blocks' matrices; adamw of all else)."""
     lr: PositiveFloat
-    """Peak learning rate."""
+    """Peak learning rate; with lr_base_size that of a batch of so many images."""
+    lr_base_size: PositiveInt | None
+    """Images of the batch that lr is meant for: the peak is lr * global_batch_size / lr_base_size; null = lr itself.
+    The other rates, lr_scheduler.min_lr and warmup_start_lr, are not scaled."""
+    lr_base_scale: Literal["linear", "sqrt"]
+    """lr_base_size: the peak goes with the batch (linear) | with its square root (sqrt)."""
     betas: tuple[Rate, Rate] | None
     """Decay of the averages of gradients and their squares; null with sgd, which has none."""
     eps: PositiveFloat | None
@@ -820,15 +825,9 @@ class Config:
                 f"evaluation.best_metric={self.evaluation.best_metric} with ema.decay=null: give ema.decay a value, or "
                 "use val/top1"
             )
-        if self.lr_scheduler.min_lr > self.optimizer.lr:
-            raise ConfigError(
-                f"lr_scheduler.min_lr={self.lr_scheduler.min_lr} is above optimizer.lr={self.optimizer.lr}: lower it"
-            )
-        if self.lr_scheduler.warmup_start_lr > self.optimizer.lr:
-            raise ConfigError(
-                f"lr_scheduler.warmup_start_lr={self.lr_scheduler.warmup_start_lr} is above "
-                f"optimizer.lr={self.optimizer.lr}: lower it"
-            )
+        for key in ("min_lr", "warmup_start_lr"):
+            if (rate := getattr(self.lr_scheduler, key)) > peak_lr(self):
+                raise ConfigError(f"lr_scheduler.{key}={rate} is above {peak_lr_in_words(self)}: lower it")
 
     def _check_transformer_engine(self) -> None:
         """One line with everything that TransformerEngine's layers want and this config has otherwise."""
@@ -849,6 +848,29 @@ class Config:
                 f"{asked_for}=true with {' '.join(given)} ({'; '.join(reasons)}): set {' '.join(fixes)}, or start from "
                 "--config-name vit_te_base_patch16_224"
             )
+
+
+def scaled_lr(lr: float, batch_size: int, base_size: int, base_scale: str) -> float:
+    """Learning rate of a batch, where `lr` is that of `base_size` images; to the numbers of timm's train.py."""
+    ratio = batch_size / base_size
+    return lr * (ratio**0.5 if base_scale == "sqrt" else ratio)
+
+
+def peak_lr(cfg: Config) -> float:
+    """The learning rate at the end of the warmup."""
+    options = cfg.optimizer
+    if options.lr_base_size is None:
+        return options.lr
+    return scaled_lr(options.lr, cfg.global_batch_size, options.lr_base_size, options.lr_base_scale)
+
+
+def peak_lr_in_words(cfg: Config) -> str:
+    """`peak_lr` by the keys that it follows from."""
+    given, base = f"optimizer.lr={cfg.optimizer.lr:g}", cfg.optimizer.lr_base_size
+    if base is None:
+        return given
+    ratio = f"{cfg.global_batch_size} / {base}"
+    return f"{given} x {f'sqrt({ratio})' if cfg.optimizer.lr_base_scale == 'sqrt' else ratio} = {peak_lr(cfg):g}"
 
 
 def known_keys(cls: type = Config, prefix: str = "") -> list[str]:
@@ -903,6 +925,8 @@ def idle_keys(cfg: Config, script: str) -> dict[str, tuple[str, str]]:
         if not (cfg.data.mixup or cfg.data.cutmix):
             idle("data", "mixup_prob", why, "set one of them above 0")
 
+    if cfg.optimizer.lr_base_size is None:
+        idle("optimizer", "lr_base_scale", "with optimizer.lr_base_size=null", "give optimizer.lr_base_size")
     schedule = cfg.lr_scheduler
     if schedule.name in ("rsqrt", "constant") and not schedule.num_cooldown_steps:
         why = f"with lr_scheduler.name={schedule.name} and lr_scheduler.num_cooldown_steps=0"

@@ -23,7 +23,7 @@ from optim import clip_grad_norm_, lr_at
 from runtime import cuda_graphs, preemption, seeding, shared_memory
 from runtime.run_folder import changed_keys, set_status, write_config
 from runtime.session import Session
-from schema import Config, LossConfig, RunError, RunSizes
+from schema import Config, LossConfig, RunError, RunSizes, peak_lr, peak_lr_in_words
 
 logger = logging.getLogger(__name__)
 NEVER = torch.iinfo(torch.int64).max
@@ -395,6 +395,8 @@ def _introduce(run: Run, cfg: Config, session: Session, sizes: RunSizes, *, star
         *(cfg.global_batch_size, sizes.micro_batch_size, sizes.dp_size, sizes.accumulation),
         *(start_step + 1, total_steps, total_steps * cfg.global_batch_size / num_images, num_images),
     )
+    if cfg.optimizer.lr_base_size is not None:
+        logger.info("peak learning rate: %s", peak_lr_in_words(cfg))
     if session.is_main:
         for text in _odd_lengths(run, cfg, sizes):
             logger.warning(text)
@@ -409,12 +411,12 @@ def _introduce(run: Run, cfg: Config, session: Session, sizes: RunSizes, *, star
 
 def _odd_lengths(run: Run, cfg: Config, sizes: RunSizes) -> Iterator[str]:
     """What is allowed, but seldom meant: a warmup or an average that is longer than the run."""
-    steps, peak = sizes.num_train_steps, cfg.optimizer.lr
+    steps = sizes.num_train_steps
     if sizes.num_warmup_steps > steps:
         last = lr_at(steps, cfg, sizes)
         yield (
             f"the warmup of {sizes.num_warmup_steps} steps is longer than the run of {steps}: the learning rate ends "
-            f"at {last:.3g}, {last / peak:.1%} of optimizer.lr={peak:g}; a tenth of the run would be "
+            f"at {last:.3g}, {last / peak_lr(cfg):.1%} of {peak_lr_in_words(cfg)}; a tenth of the run would be "
             f"lr_scheduler.num_warmup_steps={steps // 10}"
         )
     ema = run.state.ema

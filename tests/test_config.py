@@ -91,8 +91,8 @@ def test_no_key_is_dead():
     files = [file for folder in folders for file in (ROOT / folder).glob("*.py") if file.name != "schema.py"]
     # Of schema.py only what makes a run's sizes: its rules read keys without honouring them.
     sizes = [node for node in ast.parse((ROOT / "schema.py").read_text()).body if getattr(node, "name", "") in
-             ("split_batch", "RunSizes")]  # fmt: skip
-    assert len(sizes) == 2
+             ("split_batch", "peak_lr", "RunSizes")]  # fmt: skip
+    assert len(sizes) == 3
     for tree in [*(ast.parse(file.read_text()) for file in files), *sizes]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
@@ -354,6 +354,12 @@ REFUSED = {
         "set 0",
     ),
     "start above the peak": ("lr_scheduler.warmup_start_lr=1", "lr_scheduler.warmup_start_lr=1", "optimizer.lr=0.002"),
+    "start above the batch's peak": (
+        "lr_scheduler.warmup_start_lr=1e-3 optimizer.lr_base_size=384",
+        "lr_scheduler.warmup_start_lr=0.001 is above optimizer.lr=0.002 x 96 / 384 = 0.0005",
+    ),
+    "rate of no batch": ("optimizer.lr_base_size=0", "optimizer.lr_base_size=0", "greater than 0"),
+    "scale of the rate": ("optimizer.lr_base_scale=square", "optimizer.lr_base_scale='square'", "'linear' or 'sqrt'"),
     "EMA's decay": ("ema.decay=1", "ema.decay=1", "less than 1"),
     "EMA's metric without EMA": ("evaluation.best_metric=val/ema_top1", "best_metric=val/ema_top1", "ema.decay=null"),
     "sincos width": ("model.pos_embed=sincos model.embed_dim=30", "model.embed_dim=30", "multiple of 4"),

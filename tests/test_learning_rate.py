@@ -1,5 +1,7 @@
 """The learning rate of every step: torch's, timm's and Big Vision's schedules."""
 
+import launch
+
 import dataclasses
 import math
 
@@ -10,7 +12,9 @@ from conftest import rate_at, tiny_config
 from timm.scheduler import CosineLRScheduler, PolyLRScheduler
 from torch import nn
 
+import schema
 from imagenet_dataset import run_sizes
+from optim import build_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 
@@ -134,3 +138,38 @@ def test_constant_cools_down_to_its_minimum():
     )
     assert [rate_at(step, cfg) for step in (1, 10)] == [1e-3, 1e-3]
     assert [rate_at(step, cfg) for step in (15, 20)] == pytest.approx([5.5e-4, 1e-4])
+
+
+# The peak by the batch
+
+
+@pytest.mark.parametrize(("batch", "base"), [(24, 24), (24, 8), (24, 256), (12, 7)])
+@pytest.mark.parametrize("scale", ["linear", "sqrt"])
+def test_peak_by_the_batch_is_timms(batch, base, scale):
+    """The lines of timm's train.py (1.0): batch_ratio, its root with lr_base_scale sqrt, lr = lr_base * batch_ratio."""
+    ratio = batch / base
+    if scale == "sqrt":
+        ratio = ratio**0.5
+    by_batch = [f"global_batch_size={batch}", f"optimizer.lr_base_size={base}", f"optimizer.lr_base_scale={scale}"]
+    cfg = tiny_config("optimizer.lr=2e-4", *by_batch)
+    as_number = tiny_config(f"global_batch_size={batch}", f"optimizer.lr={2e-4 * ratio!r}")
+    assert schema.peak_lr(cfg) == schema.peak_lr(as_number) == 2e-4 * ratio
+    assert [rate_at(step, cfg) for step in range(1, 7)] == [rate_at(step, as_number) for step in range(1, 7)]
+    assert build_optimizer(a_block(), cfg, no_weight_decay=set()).param_groups[0]["lr"] == 2e-4 * ratio
+
+
+def a_block():
+    return nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2)])})
+
+
+def test_other_rates_stay_whatever_the_batch():
+    rates = ["num_train_steps=20", "lr_scheduler.warmup_start_lr=1e-5", "lr_scheduler.min_lr=2e-5"]
+    cfg = tiny_config(*rates, "lr_scheduler.num_warmup_steps=10", "optimizer.lr_base_size=12")
+    assert schema.peak_lr(cfg) == 2e-3
+    assert [rate_at(step, cfg) for step in (0, 10, 20)] == pytest.approx([1e-5, 2e-3, 2e-5], rel=1e-12)
+
+
+def test_rates_of_the_recipes_whose_papers_give_them_by_the_batch():
+    cfg = launch.load_config("mae_scratch_b16", ["data.path=unused"])
+    assert schema.peak_lr(cfg) == 1.6e-3  # to the last digit
+    assert schema.peak_lr(launch.load_config("mae_scratch_b16", ["data.path=unused", "global_batch_size=1024"])) == 4e-4

@@ -76,7 +76,7 @@ def test_two_steps(runs, name):
     sizes = schema.RunSizes.of(cfg, world_size=1, num_train_images=60, num_val_images=23)
     start, warmup = cfg.lr_scheduler.warmup_start_lr, sizes.num_warmup_steps
     if warmup:
-        assert steps[1]["train/lr"] == pytest.approx(start + (cfg.optimizer.lr - start) / warmup)
+        assert steps[1]["train/lr"] == pytest.approx(start + (schema.peak_lr(cfg) - start) / warmup)
     log = (folder / name / "train.log").read_text()
     assert ("loaded " in log) == (name in SECOND)
     exported = folder / name / "checkpoints/final_model"

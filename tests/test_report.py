@@ -63,6 +63,9 @@ def test_a_report_takes_the_later_line_and_leaves_a_torn_one(tmp_path):
     (run / "config.yaml").write_text("global_batch_size: 8\n")
     read = report.read(run)
     assert read.curve("train/loss") == ([1, 2, 3, 4], [5, 4, 3, 2])
+    assert read.peak_lr() is None
+    read.config |= {"optimizer": {"lr": 1e-4, "lr_base_size": 2, "lr_base_scale": "linear"}}
+    assert "| peak learning rate | 4.00e-04 |" in report.table([read])
     assert "| state | running, step 4 |" in report.table([read])  # of a config that says little, too
     report.draw([read], tmp_path / "image.png")
 

@@ -306,6 +306,17 @@ def test_a_warmup_that_is_longer_than_the_run_is_said_with_its_numbers():
     assert odd_lengths("lr_scheduler.num_warmup_steps=60")[0] == []
 
 
+def test_a_rate_by_the_batch_is_that_of_the_run_and_said_at_its_start(tiny, caplog, tmp_path):
+    caplog.set_level("INFO")
+    by_batch = ["optimizer.lr=4e-3", "optimizer.lr_base_size=384", "optimizer.lr_base_scale=sqrt"]
+    overrides = [*tiny, "checkpoint.ckpt_dir=null", "num_train_steps=2", *by_batch]
+    train_ddp.main(launch.load_config("L0_sanity", overrides, script="train_ddp"))
+    assert "peak learning rate: optimizer.lr=0.004 x sqrt(24 / 384) = 0.001" in caplog.messages
+    assert column(tmp_path, "run", "train/lr") == [5e-4, 1e-3]  # a warmup of two steps
+    (line,), _ = odd_lengths("lr_scheduler.num_warmup_steps=600", *by_batch)
+    assert "ends at 0.0001, 10.0% of optimizer.lr=0.004 x sqrt(24 / 384) = 0.001;" in line
+
+
 @pytest.mark.parametrize(
     ("overrides", "share"),
     [

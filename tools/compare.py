@@ -48,7 +48,7 @@ from input_pipeline import augment
 from input_pipeline.image_folders import Folder
 from interop.weights_out import timm_arguments
 from runtime import process_group
-from schema import Config, ConfigError, RunError, pair
+from schema import Config, ConfigError, RunError, pair, peak_lr
 
 # What this loop can honour one value of.
 ONLY: str = """
@@ -161,8 +161,8 @@ def build_optimizer(model: VisionTransformer, cfg: Config) -> torch.optim.Optimi
         "lamb": ("lamb", betas | {"max_grad_norm": None}),  # the loop clips
         "sgd": ("momentum", {"momentum": cfg.optimizer.momentum}),  # without Nesterov's
     }[cfg.optimizer.name]
-    options |= {key: getattr(cfg.optimizer, key) for key in ("lr", "weight_decay", "layer_decay")}
-    return create_optimizer_v2(model, name, **options)
+    options |= {key: getattr(cfg.optimizer, key) for key in ("weight_decay", "layer_decay")}
+    return create_optimizer_v2(model, name, lr=peak_lr(cfg), **options)
 
 
 def _muon(model: VisionTransformer, cfg: Config) -> Muon:
@@ -175,8 +175,8 @@ def _muon(model: VisionTransformer, cfg: Config) -> Muon:
     for group in groups:  # each of one layer, and of what decays or of what does not
         of_blocks = id(group["params"][0]) in in_blocks
         group |= {"use_fallback": not of_blocks, "nesterov": of_blocks}
-    values = {key: getattr(options, key) for key in ("lr", "betas", "eps", "momentum")}
-    return Muon(groups, ns_coefficients="original", **values)
+    values = {key: getattr(options, key) for key in ("betas", "eps", "momentum")}
+    return Muon(groups, lr=peak_lr(cfg), ns_coefficients="original", **values)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, cfg: Config) -> CosineLRScheduler:

@@ -19,6 +19,10 @@ from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import schema
+
 Rows = dict[int, dict[str, Any]]  # step -> its metrics
 LOWER_IS_BETTER = {"val/loss"}
 
@@ -71,6 +75,13 @@ class Run:
         value = (min if key in LOWER_IS_BETTER else max)(values)
         return key, value, steps[values.index(value)]
 
+    def peak_lr(self) -> float | None:
+        """The peak learning rate; None where config.yaml does not say."""
+        lr, base, batch = map(self.setting, ("optimizer.lr", "optimizer.lr_base_size", "global_batch_size"))
+        if None in (lr, base, batch):
+            return lr
+        return schema.scaled_lr(lr, batch, base, self.setting("optimizer.lr_base_scale"))
+
     def hours(self) -> float:
         """Training alone: each log line's mean step time, times the steps since the line before."""
         steps, seconds = self.curve("train/step_time_s")
@@ -110,7 +121,7 @@ def table(runs: list[Run]) -> str:
         "model": model,
         "global batch size": lambda run: number(",", run.setting("global_batch_size")),
         "precision": lambda run: run.setting("precision"),
-        "peak learning rate": lambda run: number(".2e", run.setting("optimizer.lr")),
+        "peak learning rate": lambda run: number(".2e", run.peak_lr()),
         "epochs": lambda run: number(".2f", run.last("train/epoch")),
         "hours of training": lambda run: number(".2f", run.hours()),
         "best": best,
