@@ -442,7 +442,7 @@ LENGTHS = (
 )
 
 
-def _typed(overrides: list[str]) -> dict[str, Any]:
+def typed_values(overrides: list[str]) -> dict[str, Any]:
     """Key -> value of what a command line gives, but for the choice of a file in config/model/ or config/data/.
 
     Raises:
@@ -482,7 +482,7 @@ def load_config(config_name: str = "L0_sanity", overrides: list[str] | None = No
 
     complaints, overrides = _complaints(), overrides or []
     try:
-        overrides = [*overrides, *_other_lengths(_typed(overrides)), f"hydra.job.name={script}"]
+        overrides = [*overrides, *_other_lengths(typed_values(overrides)), f"hydra.job.name={script}"]
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3", job_name=script):
             raw = hydra.compose(config_name, overrides, return_hydra_config=True)
         HydraConfig.instance().set_config(raw)
@@ -538,7 +538,7 @@ def compose(script: str, arguments: list[str]) -> tuple[Config, list[str]]:
     flags, overrides = _flags_and_overrides(arguments)
     complaint = io.StringIO()
     try:
-        typed = _typed(overrides)
+        typed = typed_values(overrides)
         ours = ["hydra/job_logging=none", "hydra/hydra_logging=none", f"hydra.job.name={script}"]
         sys.argv[1:] = [*flags, *overrides, *_other_lengths(typed), *ours]
         with contextlib.redirect_stderr(complaint):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import shlex
 import sys
 
 import pytest
@@ -168,14 +170,93 @@ def test_what_fits():
     cfg = config("model=vit_10b_patch14_224")
     shape = estimate.Shape.of(cfg)
     found = estimate.ways(cfg, 8, 130.0, shape, network=NETWORK)
-    assert found["train_ddp"] is None  # 18 bytes of 10 billion parameters
+    assert found["train_ddp"] == "does not fit 130 GiB"  # 18 bytes of 10 billion parameters
     for script in ("train_fsdp2", "train_mfsdp"):
         way = found[script]
-        assert way is not None
+        assert isinstance(way, estimate.Estimate)
         assert way.peak <= 130
         again = dataclasses.replace(cfg, micro_batch_size=way.settings["micro_batch_size"])
         assert estimate.estimate(again, script, 8, shape, network=NETWORK).step == way.step
-    assert set(estimate.ways(cfg, 1, 130.0, shape, network=NETWORK).values()) == {None}
+    assert set(estimate.ways(cfg, 1, 130.0, shape, network=NETWORK).values()) == {"does not fit 130 GiB"}
+
+
+def test_what_the_command_line_gives_stays():
+    typed = ["micro_batch_size=16", "activation_checkpointing=true", "distributed.dp_outer=2"]
+    cfg = config(*typed)
+    keys = frozenset(override.split("=")[0] for override in typed)
+    found = estimate.ways(cfg, 8, 130.0, estimate.Shape.of(cfg), network=NETWORK, typed=keys)
+    assert found["train_ddp"] == "distributed.dp_outer=2: DDP does not shard; set it to null or use train_fsdp2.py"
+    for script in ("train_fsdp2", "train_mfsdp"):
+        expected = {"micro_batch_size": 16, "activation_checkpointing": True, "distributed.dp_outer": 2}
+        assert found[script].settings == expected
+
+
+def test_a_strategy_that_would_refuse_is_not_advised():
+    """Megatron-FSDP: positions that are not trained; all: pairs of images in odd microbatches."""
+    cfg = config("model.pos_embed=sincos", "data.mixup=0.2", "global_batch_size=24")
+    found = estimate.ways(cfg, 4, 130.0, estimate.Shape.of(cfg), network=NETWORK)
+    assert "model.pos_embed=sincos: Megatron-FSDP" in found["train_mfsdp"]
+    assert found["train_ddp"].settings["micro_batch_size"] in (2, 6)
+
+
+# A recipe on other cards
+
+
+def translated(gpus, *overrides, name="vit_base_patch16_224"):
+    cfg = estimate.config_of(name, list(overrides), "train_fsdp2")
+    keys = frozenset(override.split("=")[0] for override in overrides)
+    return estimate.translation(cfg, gpus, keys)
+
+
+SGD = ["optimizer.name=sgd", "optimizer.betas=null", "optimizer.eps=null", "optimizer.momentum=0.9"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "expected"),
+    [
+        (8, [], []),
+        (1024, [], []),
+        (12, [], "global_batch_size=1020 optimizer.lr_base_size=1024 optimizer.lr_base_scale=sqrt"),
+        (2000, [], "global_batch_size=2000 optimizer.lr_base_size=1024 optimizer.lr_base_scale=sqrt"),
+        (12, SGD, "global_batch_size=1020 optimizer.lr_base_size=1024 optimizer.lr_base_scale=linear"),
+        (12, ["optimizer.lr_base_scale=linear"], "global_batch_size=1020 optimizer.lr_base_size=1024 "
+         "optimizer.lr_base_scale=linear"),
+        (12, ["optimizer.lr_base_size=256"], "global_batch_size=1020"),  # its own rule
+        (1024, ["data.mixup=0.2"], "global_batch_size=2048 optimizer.lr_base_size=1024 optimizer.lr_base_scale=sqrt"),
+        (8, ["global_batch_size=30", "data.repeated_augmentation=3"], "global_batch_size=24 optimizer.lr_base_size=30 "
+         "optimizer.lr_base_scale=sqrt"),
+        (8, ["micro_batch_size=100"], "global_batch_size=800 optimizer.lr_base_size=1024 optimizer.lr_base_scale=sqrt"),
+    ],
+)  # fmt: skip
+def test_the_batch_is_the_nearest_that_the_ranks_divide(gpus, overrides, expected):
+    at_once = translated(gpus, *overrides, "lr_scheduler.num_warmup_steps=null", "lr_scheduler.num_warmup_epochs=5")
+    assert at_once == (expected.split() if expected else [])
+
+
+def test_lengths_in_steps_keep_their_epochs_and_other_rates_stay_below_the_peak():
+    steps = ["num_epochs=null", "num_train_steps=1000", "lr_scheduler.num_training_steps=900"]
+    got = translated(64, *steps, "global_batch_size=96", "lr_scheduler.num_warmup_steps=3", "lr_scheduler.min_lr=1e-3")
+    assert got[0] == "global_batch_size=128"
+    assert got[3:] == [
+        *("num_train_steps=750", "lr_scheduler.num_warmup_steps=2", "lr_scheduler.num_training_steps=675"),
+    ]
+    got = translated(64, "global_batch_size=160", "lr_scheduler.min_lr=1e-3")
+    assert got[0] == "global_batch_size=128"
+    assert got[3] == f"lr_scheduler.min_lr={1e-3 * (128 / 160) ** 0.5!r}"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        (1, "python train_ddp.py"),
+        (6, "torchrun --standalone --nproc-per-node 6 train_ddp.py"),
+        (32, "sbatch --nodes=4 slurm.sh train_ddp.py"),
+        (12, "sbatch --nodes=2 --gpus-per-node=6 slurm.sh train_ddp.py"),
+    ],
+)
+def test_command(gpus, expected):
+    got = estimate.command("train_ddp", "deit_b16", ["data.path=/my data"], gpus)
+    assert got == f"{expected} --config-name deit_b16 'data.path=/my data'"
 
 
 def told(monkeypatch, capsys, *arguments):
@@ -192,8 +273,51 @@ def test_program(monkeypatch, capsys):
     code, said = told(monkeypatch, capsys, "vit_base_patch16_224", "--gpus", "8,64", "optimizer.lr=2e-3")
     assert code == 0
     assert "86,567,656 parameters" in said.out
-    assert "8 x H200: 375,341 steps of 1024 images, compiled blocks" in said.out
+    assert "8 x H200: 375,341 steps of 1024 images, compiled blocks, 4.05e+19 FLOP" in said.out
     assert said.out.count("* train_") == 2  # what it recommends
+    assert said.out.count("the host sets the pace") == 5  # all at 64 cards, and at 8 the two that shard
+    assert said.out.count("\n    peak learning rate 0.002 (optimizer.lr=0.002), recipe: 0.001\n") == 2
+
+
+def command_in(text):
+    """The command that the tool printed, from its script on, and the lines on what is no longer the recipe."""
+    lines = text.splitlines()
+    (starts,) = (i for i, line in enumerate(lines) if "--config-name" in line)
+    words = shlex.split(lines[starts])
+    first = next(i for i, word in enumerate(words) if word.startswith("train_"))
+    assert lines[starts + 1].startswith("  no longer the recipe of config/")
+    return words[first:], [line.strip() for line in lines[starts + 2 :]]
+
+
+def test_what_it_prints_starts(monkeypatch, capsys):
+    """The printed command, tried on as many ranks as are meant."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")  # put back afterwards
+    of_noise = ["data=synthetic", "model=vit_tiny_patch16_224"]
+    code, said = told(monkeypatch, capsys, "deit_b16", "--gpus", "20", "--price", "2", *of_noise)
+    assert code == 0, said.err
+    assert "20 x H200: 413,710 steps of 960 images" in said.out
+    hours, card_hours, cost = re.search(r"([\d,.]+) hours, ([\d,]+) card-hours, ([\d,]+) at 2 each", said.out).groups()
+    assert float(card_hours) == pytest.approx(20 * float(hours), abs=1.5)
+    assert float(cost) == pytest.approx(2 * float(card_hours), abs=1.5)
+    (script, *arguments), lines = command_in(said.out)
+    peak = 1e-3 * (960 / 1008) ** 0.5
+    assert lines[:2] == [
+        "global_batch_size=960, recipe: 1008; ema.decay=0.99996 then averages over other images",
+        f"peak learning rate {peak:.4g} (optimizer.lr=0.001 x sqrt(960 / 1008) = {peak:g}), recipe: 0.001",
+    ]
+    assert {"model.embed_dim=192, recipe: 768", "lr_scheduler.num_training_steps=400364, recipe: 381299"} < set(lines)
+    assert "data.source=synthetic, recipe: folder" in lines
+    monkeypatch.setattr(sys, "argv", ["tools/dry_run.py", script, "--ranks", "20", *arguments])
+    dry_run.main()
+    assert "batch: 48 images x 20 ranks x 1 microbatches" in capsys.readouterr().out
+
+
+def test_a_recipe_on_its_own_cards_stays_the_recipe(monkeypatch, capsys):
+    _, said = told(monkeypatch, capsys, "deit3_b16", "--card", "H100", "--gpus", "8")
+    words, lines = command_in(said.out)
+    assert words[:4] == ["train_ddp.py", "--config-name", "deit3_b16", "data.path=/data/imagenet"]
+    assert lines == ["nothing: all of it is as there"]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +330,6 @@ def test_program(monkeypatch, capsys):
         ),
         (["vit_base_patch16_224", "mfsdp.zero_dp_strategy=optim"], "mfsdp.zero_dp_strategy=optim is not in"),
         (["vit_base_patch16_224", "fsdp2.cpu_offload=true"], "fsdp2.cpu_offload=true is not in the estimate"),
-        (["vit_base_patch16_224", "--gpus", "7"], "global_batch_size=1024 is not micro_batch_size=146 x 7 ranks"),
         (["vit_base_patch16_224", "--gpus", "eight"], "--gpus=eight: give numbers above 0"),
         (["vit_base_patch16_224", "optimzer.lr=1"], "unknown key optimzer.lr"),
         (["vit_base_patch16_224", "--card", "A100"], "invalid choice: 'A100'"),

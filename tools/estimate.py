@@ -1,19 +1,31 @@
-"""What a run would take before it is started: memory of a card by part, time of a step, hours to its end.
+"""A recipe on the cards at hand, before it is started: memory, time, cost, the command, what is no longer the recipe.
 
+    python tools/estimate.py deit3_b16 --card H100 --gpus 8 --price 2.50
     python tools/estimate.py vit_base_patch16_224 --card H200 --gpus 1,8,64,1024 model=vit_10b_patch14_224
 
-CONFIG and the overrides are an entrypoint's. For each strategy the fastest settings that fit are printed; * marks the
-fastest of all. The rates are measured ones (`RATES`, `HOST_MS`, `HIDDEN`, each with its file under benchmarks/ and its
-commit), what is assumed is named in `ASSUMED`. Not in it: reading images, evaluations, saves, FP8 weights. How far off
-it is from runs that were measured, row by row: benchmarks/estimate.json, by tools/check_estimate.py.
+CONFIG and the overrides are an entrypoint's. For each strategy the fastest micro batch, recomputation and dp_outer that
+fit are printed, but for those that the command line gives; * marks the fastest of all, whose command follows.
+
+The global batch stays where the ranks divide it. If they do not, it becomes the nearest that they do, with the rate by
+the batch (optimizer.lr_base_size), by the rule that timm's train.py has, a square root for adaptive optimizers, unless
+optimizer.lr_base_scale is given; what the config counts in steps keeps its epochs. Each thing that is then not as in
+the config alone gets a line.
+
+The rates are measured ones (`RATES`, `HOST_MS`, `HIDDEN`, each with its file under benchmarks/ and its commit), what is
+assumed is named in `ASSUMED`. Not in it: reading images, evaluations, saves, FP8 weights. How far off it is from runs
+that were measured, row by row: benchmarks/estimate.json, by tools/check_estimate.py.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
+import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -22,8 +34,19 @@ import launch  # noqa: E402  (before torch)
 
 import torch  # noqa: E402
 
+import vit_te  # noqa: E402
 from modeling import build_model  # noqa: E402
-from schema import Config, ConfigError, RunSizes  # noqa: E402
+from schema import (  # noqa: E402
+    Config,
+    ConfigError,
+    RunSizes,
+    leaves,
+    peak_lr,
+    peak_lr_in_words,
+    scaled_lr,
+    split_batch,
+    to_plain,
+)
 
 GIB = 2**30
 IMAGENET = 1281167
@@ -69,6 +92,15 @@ KEPT_BY_CASTS, KEPT_OUTSIDE = 2.0, 11.0
 LEFT_OUT = {"eager": (2.0, 0.0), "compiled": (2.0, 0.0), "te": (2.0, 1.0), "fp8": (1.5, 0.5)}
 KEPT_UNCAST = 1.0
 STATE_BYTES = {"adamw": 8, "lamb": 8, "sgd": 4, "muon": 4}  # of the optimizer, a parameter (muon: of the matrices)
+
+# How a recipe is run, not what it is: another value leaves its numbers as they are, but for rounding. And keys whose
+# difference is told by another line.
+HOW = ("output_dir", "micro_batch_size", "compile", "cuda_graphs", "activation_checkpointing", "distributed", "ddp")
+HOW += ("fsdp2", "mfsdp", "logger", "wandb", "tensorboard", "profiler", "evaluation", "checkpoint", "data.path")
+HOW += ("data.num_workers", "data.worker_timeout_s", "data.shard_streams")
+TOLD = ("data.image_size", "global_batch_size", "optimizer.lr", "optimizer.lr_base_size", "optimizer.lr_base_scale")
+IN_STEPS = ("num_train_steps", "lr_scheduler.num_warmup_steps", "lr_scheduler.num_training_steps")
+IN_STEPS += ("lr_scheduler.num_cooldown_steps", "lr_scheduler.rsqrt_timescale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,45 +287,169 @@ def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: floa
     return Estimate(script, settings, in_gib, peak / GIB, compute, host, collectives, max(compute, host) + shown)
 
 
-def ways(cfg: Config, gpus: int, room: float, shape: Shape, *, network: float) -> dict[str, Estimate | None]:
-    """Strategy -> the fastest of its settings whose peak is at most `room` GiB, or None."""
-    best: dict[str, Estimate | None] = {}
+def ways(
+    cfg: Config, gpus: int, room: float, shape: Shape, *, network: float, typed: frozenset[str] = frozenset()
+) -> dict[str, Estimate | str]:
+    """Strategy -> the fastest of its settings whose peak is at most `room` GiB, or why there are none.
+
+    Args:
+        cfg: the run's, whose global batch the ranks divide.
+        gpus: number of cards.
+        room: what a run can have of a card's memory.
+        shape: the model's.
+        network: GB/s of a card's.
+        typed: keys that the command line gives: their values stay.
+    """
     share = cfg.global_batch_size // gpus
-    micros = [n for n in range(1, share + 1) if share % n == 0 and cfg.global_batch_size % gpus == 0]
+    micros = [n for n in range(1, share + 1) if share % n == 0 and not (mixes(cfg) and n % 2)]
+    if "micro_batch_size" in typed:
+        micros = [split_batch(cfg, gpus).micro_batch_size]
+    recomputations = (
+        (cfg.activation_checkpointing,) if "activation_checkpointing" in typed else (False, "selective", True)
+    )
     node = int(ASSUMED["cards a node"])
+    best: dict[str, Estimate | str] = {}
     for script in SCRIPTS:
         outers = [None] if script == "train_ddp" or gpus <= node or gpus % node else [None, gpus // node]
-        found = []
-        for micro, recomputes, outer in itertools.product(micros, (False, "selective", True), outers):
+        if typed & {"distributed.dp_outer", "distributed.dp_shard"}:
+            outers = [cfg.distributed.dp_outer]
+        found, refused = [], ""
+        shard = cfg.distributed.dp_shard if "distributed.dp_shard" in typed else None
+        for micro, recomputes, outer in itertools.product(micros, recomputations, outers):
             if recomputes and cfg.cuda_graphs:
                 continue
             tried = dataclasses.replace(
                 cfg,
                 micro_batch_size=micro,
                 activation_checkpointing=recomputes,
-                distributed=dataclasses.replace(cfg.distributed, dp_outer=outer, dp_shard=None),
+                distributed=dataclasses.replace(cfg.distributed, dp_outer=outer, dp_shard=shard),
             )
-            found.append(estimate(tried, script, gpus, shape, network=network))
-        best[script] = min((way for way in found if way.peak <= room), key=lambda way: way.step, default=None)
+            if why := refusal(tried, script, gpus, typed):
+                refused = why
+            else:
+                found.append(estimate(tried, script, gpus, shape, network=network))
+        fitting = [way for way in found if way.peak <= room]
+        why_not = f"does not fit {room:.0f} GiB" if found else refused
+        best[script] = min(fitting, key=_seconds) if fitting else why_not
     return best
+
+
+def _seconds(way: Estimate) -> float:
+    """Of a step; recomputation that would gain less than this is no gain: it hides collectives by work."""
+    return way.step * (1.05 if way.settings["activation_checkpointing"] else 1)
+
+
+def mixes(cfg: Config) -> bool:
+    """Whether images are mixed in pairs, which microbatches must not tear."""
+    return bool(cfg.data.mixup or cfg.data.cutmix)
+
+
+def refusal(cfg: Config, script: str, gpus: int, typed: frozenset[str]) -> str:
+    """The line with which the entrypoint would refuse to start on these cards; empty if it would start."""
+    with cards_are_here():
+        try:
+            launch.check_script(cfg, script, gpus)
+            launch.check_options(cfg, script, list(typed))
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+@contextlib.contextmanager
+def cards_are_here() -> Iterator[None]:
+    """Inside, this machine has what launch.check_script asks a machine for: a card, TransformerEngine, a compiler."""
+    asked = ((torch.cuda, "is_available"), (vit_te, "transformer_engine"), (vit_te, "recipe"))
+    with contextlib.ExitStack() as stack:
+        for owner, name in (*asked, (launch, "_check_compiler")):
+            stack.enter_context(mock.patch.object(owner, name))
+        yield
 
 
 def config_of(name: str, overrides: list[str], script: str) -> Config:
     """The config, whose images need not be there."""
+    return launch.load_config(name, with_images(overrides, "unused"), script=script)
+
+
+def with_images(overrides: list[str], path: str) -> list[str]:
+    """The overrides, with a path to the images if they do not say where those are."""
     given = any(override.startswith(("data=", "data.path=")) for override in overrides)
-    return launch.load_config(name, [*overrides, *([] if given else ["data.path=unused"])], script=script)
+    return [*overrides, *([] if given else [f"data.path={path}"])]
 
 
-def show(cfg: Config, card: str, gpus: int, *, network: float) -> None:
-    """Print the table for one number of cards."""
-    shape, room = Shape.of(cfg), CARDS[card] * USABLE
+def value_of(cfg: Config, key: str) -> Any:
+    """The config's value of a dotted key."""
+    value: Any = cfg
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def translation(cfg: Config, gpus: int, typed: frozenset[str]) -> list[str]:
+    """Overrides that make the global batch one that `gpus` ranks divide, and what follows from it; often none."""
+    batch = cfg.global_batch_size
+    micro = cfg.micro_batch_size if "micro_batch_size" in typed else None
+    unit = math.lcm(gpus * (micro or (2 if mixes(cfg) else 1)), cfg.data.repeated_augmentation)
+    nearest = max(round(batch / unit), 1) * unit
+    if nearest == batch:
+        return []
+    options, schedule = cfg.optimizer, cfg.lr_scheduler
+    overrides, base, scale = [f"global_batch_size={nearest}"], options.lr_base_size, options.lr_base_scale
+    if base is None:
+        if "optimizer.lr_base_scale" not in typed:
+            scale = "linear" if options.name == "sgd" else "sqrt"
+        base = batch
+        overrides += [f"optimizer.lr_base_size={base}", f"optimizer.lr_base_scale={scale}"]
+    peak = scaled_lr(options.lr, nearest, base, scale)
+    lowered = [key for key in ("min_lr", "warmup_start_lr") if getattr(schedule, key) > peak]
+    overrides += [f"lr_scheduler.{key}={peak!r}" for key in lowered]
+    in_steps = {key: value for key in IN_STEPS if (value := value_of(cfg, key))}
+    return overrides + [f"{key}={max(round(steps * batch / nearest), 1)}" for key, steps in in_steps.items()]
+
+
+def differences(recipe: Config, cfg: Config) -> Iterator[str]:
+    """A line for each thing that makes a run of `cfg` another than the recipe's."""
+    then, now = peak_lr(recipe), peak_lr(cfg)
+    if recipe.global_batch_size != cfg.global_batch_size:
+        averages = f"; ema.decay={cfg.ema.decay} then averages over other images" if cfg.ema.decay else ""
+        yield f"global_batch_size={cfg.global_batch_size}, recipe: {recipe.global_batch_size}{averages}"
+    if then != now:
+        yield f"peak learning rate {now:.4g} ({peak_lr_in_words(cfg)}), recipe: {then:.4g}"
+    before = leaves(to_plain(recipe))
+    for key, value in leaves(to_plain(cfg)).items():
+        is_how = any(f"{key}.".startswith(f"{how}.") for how in HOW) and key != "checkpoint.init_from"
+        if value != before.get(key) and not is_how and key not in TOLD:
+            yield f"{key}={to_text(value)}, recipe: {to_text(before.get(key))}"
+
+
+def command(script: str, name: str, overrides: list[str], gpus: int) -> str:
+    """What starts the run: on one node as it is, on more by slurm.sh."""
+    node = max(n for n in range(1, int(ASSUMED["cards a node"]) + 1) if gpus % n == 0)
+    starter = "python" if gpus == 1 else f"torchrun --standalone --nproc-per-node {gpus}"
+    if gpus > ASSUMED["cards a node"]:
+        per_node = "" if node == ASSUMED["cards a node"] else f" --gpus-per-node={node}"
+        starter = f"sbatch --nodes={gpus // node}{per_node} slurm.sh"
+    return shlex.join([*starter.split(), f"{script}.py", "--config-name", name, *overrides])
+
+
+def show(args: Any, gpus: int) -> None:
+    """Print the table for one number of cards, then the command, and what is not as published."""
+    typed = frozenset(launch.typed_values(args.overrides))
+    cfg = config_of(args.config, args.overrides, "train_fsdp2")
+    if changed := translation(cfg, gpus, typed):
+        cfg = config_of(args.config, [*args.overrides, *changed], "train_fsdp2")
+    shape, room = Shape.of(cfg), CARDS[args.card] * USABLE
+    found = ways(cfg, gpus, room, shape, network=args.network, typed=typed)
     steps = RunSizes.of(cfg, world_size=gpus, num_train_images=IMAGENET, num_val_images=50000).num_train_steps
-    print(f"{gpus} x {card}: {steps:,} steps of {cfg.global_batch_size} images, {blocks_of(cfg)} blocks")
-    found = ways(cfg, gpus, room, shape, network=network)
-    fastest = min((way for way in found.values() if way), key=lambda way: way.step, default=None)
+    total = 3.0 * shape.flops * steps * cfg.global_batch_size
+    print(
+        f"{gpus} x {args.card}: {steps:,} steps of {cfg.global_batch_size} images, {blocks_of(cfg)} blocks, "
+        f"{total:.3g} FLOP"
+    )
+    fitting = [way for way in found.values() if isinstance(way, Estimate)]
+    fastest = min(fitting, key=lambda way: way.step, default=None)
     for script, way in found.items():
-        if way is None:
-            print(f"  {script:<12} does not fit {room:.0f} GiB")
+        if isinstance(way, str):
+            print(f"  {script:<12} {way}")
             continue
         speed, hours = cfg.global_batch_size / way.step, steps * way.step / 3600
         mark, times = "*" if way is fastest else " ", f"{speed:10,.0f} images/s {hours:9.1f} h {way.peak:6.1f} GiB"
@@ -302,16 +458,41 @@ def show(cfg: Config, card: str, gpus: int, *, network: float) -> None:
         hint = ": the host sets the pace, try cuda_graphs=true" if way.host > way.compute else ""
         print(f"      ms: {parts}{hint}")
         print(f"      GiB: {', '.join(f'{name} {size:.1f}' for name, size in way.memory.items())}")
-        print(f"      {' '.join(f'{key}={to_text(value)}' for key, value in way.settings.items())}")
+        print(f"      {' '.join(settings_of(way, cfg)) or 'as the config has it'}")
+    if fastest is None:
+        print("  nothing fits: more cards, or the next smaller model")
+        return
+    micro, hours = fastest.settings["micro_batch_size"], steps * fastest.step / 3600
+    accumulation = cfg.global_batch_size // (micro * gpus)
+    cost = f", {hours * gpus * args.price:,.0f} at {args.price:g} each" if args.price else ""
+    print(f"  {cfg.global_batch_size} = {micro} images x {gpus} ranks x {accumulation} microbatches")
+    print(f"  {hours:,.1f} hours, {hours * gpus:,.0f} card-hours{cost}")
+    given = with_images(args.overrides, "/data/imagenet")
+    print(f"  {command(fastest.script, args.config, [*given, *changed, *settings_of(fastest, cfg)], gpus)}")
+    others = list(differences(config_of(args.config, [], "train_fsdp2"), cfg))
+    print(f"  no longer the recipe of config/{args.config}.yaml, whose head says how that differs from its source:")
+    for line in others or ["nothing: all of it is as there"]:
+        print(f"    {line}")
+
+
+def settings_of(way: Estimate, cfg: Config) -> list[str]:
+    """The overrides that make a run of `cfg` go this way."""
+    standard = {"distributed.dp_outer": cfg.distributed.dp_outer or 1}
+    return [
+        f"{key}={to_text(value)}"
+        for key, value in way.settings.items()
+        if value != standard.get(key, value_of(cfg, key))
+    ]
 
 
 def main() -> None:
-    """Parse, then estimate or compare."""
+    """Parse, then estimate."""
     parser = launch.Parser(__doc__)
     parser.add_argument("config", help="a primary config, as for --config-name")
     parser.add_argument("overrides", nargs="*", help="as for an entrypoint")
     parser.add_argument("--card", choices=CARDS, default="H200")
     parser.add_argument("--gpus", default="8", help="numbers of cards, as 8 or 1,8,64")
+    parser.add_argument("--price", type=float, help="of a card for an hour, in any currency")
     parser.add_argument(
         "--network", type=float, default=ASSUMED["network GB/s a card"], help="GB/s of a card's network"
     )
@@ -320,11 +501,10 @@ def main() -> None:
     if not all(number.isdecimal() and int(number) for number in numbers):
         parser.error(f"--gpus={args.gpus}: give numbers above 0, as 8 or 1,8,64")
     try:
-        cfg = config_of(args.config, args.overrides, "train_fsdp2")
-        shape = Shape.of(cfg)
+        shape = Shape.of(config_of(args.config, args.overrides, "train_fsdp2"))
         print(f"{args.config}: {shape.params:,} parameters, {shape.flops / 1e9:,.1f} GFLOP an image's forward pass")
         for number in numbers:
-            show(cfg, args.card, int(number), network=args.network)
+            show(args, int(number))
     except ConfigError as error:
         launch.exit_with(str(error))
 
