@@ -154,9 +154,13 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
     elif has_ema and not state.ema:
         logger.info("%s has a moving average, which ema.decay=null ignores", folder)
     _check_same(saved, stored, tensors, folder, cfg, sizes)
-    if "fp8" in tensors and not _has_scaling(saved, stored, state.scaling, cfg):
-        del tensors["fp8"]
-        logger.warning("%s has no scales for this FP8 recipe: they are found anew in the first steps", folder)
+    if "fp8" in tensors and (absent := _absent_scaling(saved, stored, state.scaling, cfg)):
+        tensors["fp8"] = {name: tensor for name, tensor in state.scaling.items() if name not in absent}
+        layers = sorted({name.rpartition(".")[0] for name in absent})
+        logger.warning(
+            "%s has no scales of this FP8 recipe for %d layers (%s, ...): they are found anew in the first steps",
+            *(folder, len(layers), layers[0]),
+        )
     for dtype, into in _conversions({key: entry.properties.dtype for key, entry in entries.items()}, tensors["optim"]):
         logger.info("%s has the optimizer's state in %s, which this run keeps in %s: converted", folder, dtype, into)
     dcp.load(tensors, storage_reader=Reader(folder))
@@ -354,14 +358,14 @@ def _conversions(
     return {(dtype, into) for dtype, into in pairs if dtype != into}
 
 
-def _has_scaling(
+def _absent_scaling(
     saved: dict[str, Any], stored: dict[str, tuple[int, ...]], scaling: dict[str, torch.Tensor], cfg: Config
-) -> bool:
-    """Whether a checkpoint holds FP8's scales for the very layers and recipe of this run."""
-    stored = {key: shape for key, shape in stored.items() if key.startswith("fp8.")}
-    wanted = {f"fp8.{name}": tuple(tensor.shape) for name, tensor in scaling.items()}
+) -> set[str]:
+    """Of the run's state of FP8's scales what a checkpoint lacks: other layers', or all of it if of another recipe."""
     then, now = saved["fp8_config"], to_plain(cfg)["fp8_config"]
-    return stored == wanted and all(then[key] == now[key] for key in ("fp8_recipe", "fp8_format", "fp8_recipe_kwargs"))
+    if any(then[key] != now[key] for key in ("fp8_recipe", "fp8_format", "fp8_recipe_kwargs")):
+        return set(scaling)
+    return {name for name, tensor in scaling.items() if stored.get(f"fp8.{name}") != tuple(tensor.shape)}
 
 
 class Saver:

@@ -4,6 +4,8 @@ A rule that a config breaks is a `ConfigError`, one line that names the key, the
 """
 
 import dataclasses
+import difflib
+import fnmatch
 import json
 import math
 import re
@@ -675,6 +677,9 @@ class Fp8Config:
     """HYBRID (E4M3 forward, E5M2 backward) | E4M3; null = the recipe's own."""
     fp8_recipe_kwargs: Fp8RecipeKwargs
     """Arguments of the recipe; null = TransformerEngine's own value."""
+    layers: tuple[str, ...] | None
+    """Which of the blocks' linear layers, by patterns over blocks.<number>.{attn.qkv, attn.proj, mlp.fc1, mlp.fc2}:
+    [blocks.[1-9].*, blocks.10.*] leaves the first and last of 12 blocks in BF16; null = all."""
     quantized_model_init: bool
     """train_mfsdp.py: layers hold FP8 weights only, the optimizer FP32 ones."""
 
@@ -813,6 +818,7 @@ class Config:
             )
         self._check_transformer_engine()
         if self.fp8_config.enabled:
+            fp8_layers(self.model, self.fp8_config.layers)
             hidden = int(self.model.embed_dim * self.model.mlp_ratio)
             for key, width in (("embed_dim", self.model.embed_dim), ("embed_dim x model.mlp_ratio", hidden)):
                 if width % 16:
@@ -848,6 +854,30 @@ class Config:
                 f"{asked_for}=true with {' '.join(given)} ({'; '.join(reasons)}): set {' '.join(fixes)}, or start from "
                 "--config-name vit_te_base_patch16_224"
             )
+
+
+def fp8_layers(cfg: ModelConfig, patterns: tuple[str, ...] | None) -> frozenset[str]:
+    """The blocks' linear layers that `fp8_config.layers` chooses, by timm's names.
+
+    Raises:
+        ConfigError: a pattern chooses none.
+    """
+    layers = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    names = [f"blocks.{number}.{layer}" for number in range(cfg.depth) for layer in layers]
+    if patterns is None:
+        return frozenset(names)
+    if not patterns:
+        raise ConfigError(
+            "fp8_config.layers=[] chooses no layer: set fp8_config.enabled=false, or null for all of them"
+        )
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            near = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0))
+            raise ConfigError(f"fp8_config.layers: {pattern!r} chooses no layer; the nearest names are {near}")
+        chosen.update(matching)
+    return frozenset(chosen)
 
 
 def scaled_lr(lr: float, batch_size: int, base_size: int, base_scale: str) -> float:
@@ -949,7 +979,7 @@ def idle_keys(cfg: Config, script: str) -> dict[str, tuple[str, str]]:
             why = "with profiler.trace=false and profiler.memory_snapshot=false"
             idle("profiler", "first_step num_steps ranks", why, "set profiler.trace=true")
     if not cfg.fp8_config.enabled:
-        recipe = "fp8_recipe fp8_format fp8_recipe_kwargs"
+        recipe = "fp8_recipe fp8_format fp8_recipe_kwargs layers"
         idle("fp8_config", recipe, "with fp8_config.enabled=false", "set fp8_config.enabled=true")
     return found
 

@@ -2,13 +2,15 @@
 
 The parameters of the fused layers have names of their own, which runtime/parameter_names.py maps to timm's.
 FP8 multiplies in 8 bits: every operand is scaled to fit, by a factor a tensor (delayed and current scaling) or a block.
-The linear layers of the blocks are quantized; residual stream, norms, attention, patch embedding and head stay in BF16
-or FP32. Delayed scaling takes the factor from the largest values of past steps, and so has a state.
+The linear layers of the blocks are quantized, all or those that the config names; residual stream, norms, attention,
+patch embedding and head stay in BF16 or FP32. Delayed scaling takes the factor from the largest values of past steps,
+and so has a state.
 """
 
 import contextlib
 import functools
 import importlib
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from schema import ConfigError, Fp8Config, ModelConfig
+from schema import ConfigError, Fp8Config, ModelConfig, fp8_layers
 from vit import LayerScale, VisionTransformer, act_layer, scaled
 
 # TransformerEngine names the attention backend that it chooses if these say so when it is imported.
@@ -38,25 +40,71 @@ os.environ.setdefault("NVTE_NORM_FWD_USE_CUDNN", "1")
 os.environ.setdefault("NVTE_NORM_BWD_USE_CUDNN", "1")
 # TransformerEngine's names of activations. Its GELU is the tanh form; it has none of the erf form.
 TE_ACTIVATIONS = {"gelu_tanh": "gelu", "quick_gelu": "qgelu", "relu": "relu", "silu": "silu"}
+# Parameter -> the dimension along which tensor parallelism cuts it; what is not here is whole on each rank.
+CUTS = {
+    "column": {"weight": 0, "bias": 0},
+    "row": {"weight": 1},
+    "LayerNormMLP": {"fc1_weight": 0, "fc1_bias": 0, "fc2_weight": 1},
+}
+
+
+class LinearLayers:
+    """Makes the linear layers of a block: those that fp8_config.layers chooses in FP8, the others always in BF16.
+
+    With a mesh `tp` each is this rank's part of the layer.
+    """
+
+    def __init__(self, recipe: Any | None, chosen: frozenset[str], block: int, tp: DeviceMesh | None) -> None:
+        self.recipe, self.chosen, self.prefix, self.tp = recipe, chosen, f"blocks.{block}.", tp
+
+    def in_fp8(self, name: str) -> bool:
+        """Whether FP8 is on and the block's layer `name`, in timm's words, is chosen."""
+        return self.recipe is not None and self.prefix + name in self.chosen
+
+    def make(self, name: str, kind: str, *args: Any, **options: Any) -> nn.Module:
+        """TransformerEngine's layer of the class `kind`.
+
+        One that is not chosen is called outside of FP8 wherever it is called, and its weights are no FP8 ones. Its
+        `forward` is wrapped rather than the layer, so that no wrapper shows in parameter names.
+        """
+        engine = transformer_engine()
+        build, options = getattr(engine, kind), options | {"device": default_device()}
+        by = "column" if name in ("attn.qkv", "mlp.fc1") else "row"  # of the transposed weight, as Megatron-LM says it
+        if self.tp:
+            mode = {"set_parallel_mode": True} if kind == "LayerNormMLP" else {"parallel_mode": by}
+            options |= mode | {"tp_group": self.tp.get_group()}
+        if self.recipe is None or self.in_fp8(name):
+            layer = build(*args, **options)
+        else:
+            with engine.quantized_model_init(enabled=False, recipe=self.recipe):
+                layer = build(*args, **options)
+            layer.forward = functools.partial(_forward_in_bf16, layer.forward, self.recipe)
+        if self.tp:
+            say_parts(layer, CUTS[kind if kind == "LayerNormMLP" else by], self.tp)
+        return layer
+
+
+def _forward_in_bf16(forward: Callable[..., Any], recipe: Any, *args: Any, **kwargs: Any) -> Any:
+    with transformer_engine().autocast(enabled=False, recipe=recipe):
+        return forward(*args, **kwargs)
 
 
 class TEAttention(nn.Module):
     """norm1 and timm's Attention on TransformerEngine's layers; rows of the QKV weight in timm's order, [q | k | v]."""
 
-    def __init__(self, cfg: ModelConfig, row_multiple: int, tp: DeviceMesh | None) -> None:
+    def __init__(self, cfg: ModelConfig, row_multiple: int, layers: LinearLayers) -> None:
         super().__init__()
-        engine, self.row_multiple = transformer_engine(), row_multiple
-        width, self.num_heads = cfg.embed_dim, cfg.num_heads // (tp.size() if tp else 1)  # this rank's heads
+        self.row_multiple = row_multiple
+        width, self.num_heads = cfg.embed_dim, cfg.num_heads // (layers.tp.size() if layers.tp else 1)  # this rank's
         head_width = width // cfg.num_heads
-        options = {"device": default_device(), "tp_group": tp.get_group() if tp else None}
-        column, row = ("column", "row") if tp else (None, None)
-        self.qkv = engine.LayerNormLinear(
-            width, 3 * width, eps=cfg.norm_eps, bias=cfg.qkv_bias, parallel_mode=column, **options
-        )
+        self.qkv = layers.make("attn.qkv", "LayerNormLinear", width, 3 * width, eps=cfg.norm_eps, bias=cfg.qkv_bias)
         self.q_norm, self.k_norm = (
             nn.LayerNorm(head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity() for _ in range(2)
         )
-        self.core = engine.DotProductAttention(
+        if cfg.qk_norm and layers.tp:  # of (B, N, H, K) with this rank's heads
+            for each in (self.q_norm, self.k_norm):
+                parallelize_module(each, layers.tp, SequenceParallel(sequence_dim=2, use_local_output=True))
+        self.core = transformer_engine().DotProductAttention(
             self.num_heads,
             head_width,
             attention_dropout=cfg.attn_drop_rate,
@@ -64,7 +112,7 @@ class TEAttention(nn.Module):
             attn_mask_type="no_mask",
         )
         self.attn_drop_rate = cfg.attn_drop_rate
-        self.proj = engine.Linear(width, width, bias=cfg.proj_bias, parallel_mode=row, **options)
+        self.proj = layers.make("attn.proj", "Linear", width, width, bias=cfg.proj_bias)
         self.proj_drop = nn.Dropout(cfg.proj_drop_rate)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
@@ -89,17 +137,16 @@ class TEAttention(nn.Module):
         return x.transpose(1, 2).flatten(2)
 
 
-class TEDropoutMlp(nn.Module):
-    """norm2 and timm's Mlp where there is dropout inside, for which TransformerEngine's fused MLP has no place."""
+class TESplitMlp(nn.Module):
+    """norm2 and timm's Mlp in two layers: for dropout inside, or FP8 in one alone, which TransformerEngine's lacks."""
 
-    def __init__(self, cfg: ModelConfig, hidden: int) -> None:
+    def __init__(self, cfg: ModelConfig, hidden: int, layers: LinearLayers) -> None:
         super().__init__()
-        engine, device = transformer_engine(), default_device()
-        width = cfg.embed_dim
-        self.fc1 = engine.LayerNormLinear(width, hidden, eps=cfg.norm_eps, bias=cfg.proj_bias, device=device)
+        width, norm = cfg.embed_dim, {"eps": cfg.norm_eps}
+        self.fc1 = layers.make("mlp.fc1", "LayerNormLinear", width, hidden, bias=cfg.proj_bias, **norm)
         self.act = act_layer(cfg)()
         self.drop = nn.Dropout(cfg.proj_drop_rate)
-        self.fc2 = engine.Linear(hidden, width, bias=cfg.proj_bias, device=device)
+        self.fc2 = layers.make("mlp.fc2", "Linear", hidden, width, bias=cfg.proj_bias)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
         """(..., D) -> (..., D)."""
@@ -110,30 +157,27 @@ class TEDropoutMlp(nn.Module):
 class TEBlock(nn.Module):
     """`Block` on TransformerEngine's fused layers: the same function, the same options, other kernels."""
 
-    def __init__(self, cfg: ModelConfig, *, row_multiple: int, tp: DeviceMesh | None) -> None:
+    def __init__(self, cfg: ModelConfig, *, row_multiple: int, layers: LinearLayers) -> None:
         super().__init__()
         self.row_multiple = row_multiple
         hidden = int(cfg.embed_dim * cfg.mlp_ratio)
-        self.attn = TEAttention(cfg, row_multiple, tp)
+        self.attn = TEAttention(cfg, row_multiple, layers)
         self.mlp = (
-            TEDropoutMlp(cfg, hidden)
-            if cfg.proj_drop_rate
-            else transformer_engine().LayerNormMLP(
+            TESplitMlp(cfg, hidden, layers)
+            if cfg.proj_drop_rate or layers.in_fp8("mlp.fc1") != layers.in_fp8("mlp.fc2")
+            else layers.make(
+                "mlp.fc1",
+                "LayerNormMLP",
                 cfg.embed_dim,
                 hidden,
                 eps=cfg.norm_eps,
                 bias=cfg.proj_bias,
                 activation=TE_ACTIVATIONS[cfg.act_layer],
-                device=default_device(),
-                set_parallel_mode=tp is not None,
-                tp_group=tp.get_group() if tp else None,
             )
         )
         self.ls1, self.ls2 = (
             nn.Identity() if cfg.init_values is None else LayerScale(cfg.embed_dim, cfg.init_values) for _ in range(2)
         )
-        if tp:
-            split_layers(self, tp)
 
     def forward(
         self, x: torch.Tensor, keep: torch.Tensor | None = None, is_first_microbatch: bool | None = None
@@ -148,12 +192,17 @@ class TEVisionTransformer(VisionTransformer):
     """`VisionTransformer` with `TEBlock`s: other kernels, the same function, FP8 if the config asks for it."""
 
     def __init__(self, cfg: ModelConfig, fp8: Fp8Config, tp: DeviceMesh | None = None) -> None:
-        self.recipe = recipe(fp8)
+        self.recipe, chosen, numbers = recipe(fp8), fp8_layers(cfg, fp8.layers), itertools.count()
+
+        def block(cfg: ModelConfig) -> TEBlock:
+            layers = LinearLayers(self.recipe, chosen, next(numbers), tp)
+            return TEBlock(cfg, row_multiple=row_multiple(self.recipe), layers=layers)
+
         forget_earlier_models()
         with quantized_weights(self.recipe, enabled=fp8.quantized_model_init):
-            super().__init__(cfg, block=functools.partial(TEBlock, row_multiple=row_multiple(self.recipe), tp=tp))
+            super().__init__(cfg, block=block)
         log_attention_backend()
-        self.scaling = scaling_state(self, self.recipe)
+        self.scaling = scaling_state(self, self.recipe, chosen)
 
     def run_blocks(
         self, x: torch.Tensor, keeps: Iterable[torch.Tensor | None], is_first_microbatch: bool | None
@@ -165,22 +214,17 @@ class TEVisionTransformer(VisionTransformer):
         return x
 
 
-def split_layers(block: TEBlock, tp: DeviceMesh) -> None:
-    """Tell FSDP2, the optimizers and checkpoints, by DTensors, which part of a weight each rank of `tp` has.
+def say_parts(layer: nn.Module, cuts: dict[str, int], tp: DeviceMesh) -> None:
+    """Tell FSDP2, the optimizers and checkpoints, by DTensors, which part of each parameter this rank of `tp` has.
 
     TransformerEngine makes the parts and sums over them (`tp_group`), but its parameters are plain tensors, and plain
     ones it must get: `with_local_parameters`.
     """
-    cuts = {block.attn.qkv: {"weight": 0, "bias": 0}, block.attn.proj: {"weight": 1}}
-    cuts[block.mlp] = {"fc1_weight": 0, "fc1_bias": 0, "fc2_weight": 1}
-    for layer, dims in cuts.items():
-        for name, dim in dims.items():
-            if isinstance(part := getattr(layer, name, None), nn.Parameter) and part.numel():
-                layer._parameters[name] = nn.Parameter(DTensor.from_local(part.data, tp, [Shard(dim)], run_check=False))
-        layer.forward = with_local_parameters(layer)
-    for norm in (block.attn.q_norm, block.attn.k_norm):  # of this rank's heads, (B, N, H, K)
-        if isinstance(norm, nn.LayerNorm):
-            parallelize_module(norm, tp, SequenceParallel(sequence_dim=2, use_local_output=True))
+    for name, dim in cuts.items():
+        part = layer._parameters.get(name)
+        if part is not None and part.numel():
+            layer._parameters[name] = nn.Parameter(DTensor.from_local(part.data, tp, [Shard(dim)], run_check=False))
+    layer.forward = with_local_parameters(layer)
 
 
 def with_local_parameters(layer: nn.Module) -> Callable[..., torch.Tensor]:
@@ -325,8 +369,10 @@ def quantized(recipe: Any | None, state: dict[str, torch.Tensor]) -> Iterator[No
 
 
 @torch.no_grad()
-def scaling_state(model: nn.Module, recipe: Any | None) -> dict[str, torch.Tensor]:
+def scaling_state(model: nn.Module, recipe: Any | None, chosen: frozenset[str]) -> dict[str, torch.Tensor]:
     """Delayed scaling's live tensors, created if need be: "<layer>.<scale | amax_history>_<fwd | bwd>".
+
+    Of the layers that are `chosen`, by timm's names; TransformerEngine's MLP has its state by its own name.
 
     Empty for the other recipes, which have no state. Ranks hold the same values, because TransformerEngine reduces the
     largest values over the job. These tensors stand in for `_extra_state`, whose size changes at the first FP8 forward
@@ -336,7 +382,11 @@ def scaling_state(model: nn.Module, recipe: Any | None) -> dict[str, torch.Tenso
         return {}
     engine = transformer_engine()
     kinds = engine.LayerNormLinear | engine.Linear | engine.LayerNormMLP
-    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    layers: dict[str, Any] = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and {name, f"{name}.fc1"} & chosen
+    }
     state: dict[str, torch.Tensor] = {}
     with engine.autocast(recipe=recipe):
         for name, layer in layers.items():

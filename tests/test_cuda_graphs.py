@@ -24,6 +24,7 @@ RANDOM = ["model.drop_path_rate=0.2", "model.pos_drop_rate=0.1", "ema.decay=0.8"
 MORE = {
     "gathered": ("train_fsdp2", ["fsdp2.reshard_after_forward=false", f"evaluation.every_n_steps={WARMUP_STEPS}"]),
     "fp8_weights": ("train_mfsdp", [*FP8, "fp8_config.quantized_model_init=true"]),
+    "fp8_layers": ("train_ddp", [*FP8, 'fp8_config.layers=["blocks.[1-2].*","blocks.0.mlp.fc2"]']),
     "mixed": ("train_ddp", ["compile=true", "data.mixup=0.8", "data.cutmix=1.0", "model.patch_drop_rate=0.25"]),
     "muon": ("train_fsdp2", ["optimizer.name=muon", "optimizer.momentum=0.95"]),
     "optim": ("train_mfsdp", ["mfsdp.zero_dp_strategy=optim"]),

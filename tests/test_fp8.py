@@ -33,6 +33,8 @@ ARGUMENTS = {
     "block-hybrid": [*BLOCK, "fp8_config.fp8_format=HYBRID"],
     "block-dims": [*BLOCK, "fp8_config.fp8_recipe_kwargs.w_block_scaling_dim=1"],
 }
+# Of 4 blocks: two, and a half of the MLP of the first one, nine linear layers in all.
+SOME = [*DELAYED, 'fp8_config.layers=["blocks.[1-2].*","blocks.0.mlp.fc2"]']
 VARIED = [("train_ddp", "delayed"), ("train_ddp", "current"), ("train_fsdp2", "delayed"), ("train_mfsdp", "delayed")]
 # Images a GPU and pass, of 18 tokens each: rows that are no multiple of 16. 23 validation images come in such batches.
 ODD = [
@@ -87,6 +89,13 @@ def _tasks(nproc, image_folder, folder):
         dropout = "model.proj_drop_rate=0.1"
         first.append(task(f"{script}-{name}-dropout", script, dropout, *five, *GRID[name]))
         first.append(task(f"{script}-{name}-selective-dropout", script, dropout, *selective))
+    for script in SCRIPTS:
+        quarter = [f"micro_batch_size={48 // nproc // 4}", *five, *SOME]
+        first.append(task(f"{script}-layers", script, *quarter, before="count_weight_casts"))
+        first.append(task(f"{script}-layers-recompute", script, "activation_checkpointing=true", *quarter))
+        saved = ["num_train_steps=5", WHOLE, "checkpoint.save_final_model=false", *SOME]
+        first.append(task(f"{script}-layers-saved", script, *saved))
+    first.append(task("train_mfsdp-layers-weights", "train_mfsdp", *five, *SOME, WEIGHTS))
     for script, name, images in ODD:
         odd = ["num_train_steps=3", f"global_batch_size={images * nproc}", unsaved]
         first.append(task(f"{script}-{name}-odd", script, *odd, *GRID[name]))
@@ -198,6 +207,32 @@ def test_weights_are_quantized_once_a_step(runs, nproc, script, recipe):
     name = f"{script}-{recipe}-accumulated"
     assert {rank["metrics"]["casts"] for rank in outcomes[name]} == {expected}
     assert losses(folder, name) == pytest.approx(losses(folder, f"{script}-{recipe}")[:5], abs=0.05)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_some_layers_in_fp8(runs, nproc, script):
+    """Their weights alone are quantized, once a step (FSDP2: a microbatch); their state alone is saved.
+
+    The losses are near BF16's, neither its nor those of FP8 throughout, and the same with recomputation.
+    """
+    outcomes, folder = runs(nproc)
+    casts = {"train_ddp": 9 * 6, "train_fsdp2": 9 * 5 * 4, "train_mfsdp": 9 * 5}[script]
+    assert {rank["metrics"]["casts"] for rank in outcomes[f"{script}-layers"]} == {casts}
+    got, bf16 = losses(folder, f"{script}-layers"), losses(folder, f"{script}-bf16")[:5]
+    assert got == pytest.approx(bf16, abs=0.1)
+    assert got not in (bf16, losses(folder, f"{script}-delayed")[:5])
+    assert losses(folder, f"{script}-layers-recompute") == pytest.approx(got, abs=1e-2)
+    checkpoint = dcp.FileSystemReader(folder / f"{script}-layers-saved/checkpoints/step_00000005")
+    stored = {key.rpartition(".")[0] for key in checkpoint.read_metadata().state_dict_metadata if key[:4] == "fp8."}
+    whole = {f"fp8.blocks.{i}.{layer}" for i in (1, 2) for layer in ("attn.qkv", "attn.proj", "mlp")}
+    assert stored == whole | {"fp8.blocks.0.mlp.fc2"}
+
+
+def test_some_layers_hold_fp8_weights(runs, nproc):
+    _, folder = runs(nproc)
+    assert losses(folder, "train_mfsdp-layers-weights") == pytest.approx(
+        losses(folder, "train_mfsdp-bf16")[:5], abs=0.1
+    )
 
 
 @pytest.mark.parametrize("value", ["true", "selective"])

@@ -98,6 +98,7 @@ VALUES = {
     "mfsdp.outer_dp_sharding_strategy": "optim",
     "fp8_config.fp8_recipe": "Float8BlockScaling",
     "fp8_config.fp8_format": "E4M3",
+    "fp8_config.layers": ["*.mlp.*"],
     "fp8_config.fp8_recipe_kwargs.margin": 1,
     "fp8_config.fp8_recipe_kwargs.amax_history_len": 4,
     "fp8_config.fp8_recipe_kwargs.amax_compute_algo": "max",

@@ -5,17 +5,20 @@ The parts that need no GPU (what happens without TransformerEngine, or with a br
 
 import launch
 
+import re
 import subprocess
 import sys
 
 import pytest
+import stand_in_te
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, error_of
 
 import schema
+import train_ddp
 import vit_te
-from modeling import build_model
+from modeling import build_model, prepare_blocks
 from runtime.parameter_names import timm_name
 from vit import VisionTransformer
 
@@ -406,6 +409,131 @@ def test_without_a_working_te_asking_for_it_is_one_line(tmp_path, stub, expected
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": path})
     assert expected in done.stdout, done.stderr
     assert done.stdout.count("\n") == 1
+
+
+# FP8 in some layers, on a CPU by stand_in_te.py
+
+EIGHT = [*SMALL, "model.img_size=32", "model.embed_dim=48", "model.depth=2", "model.transformer_engine=true"]
+EIGHT += ["fp8_config.enabled=true"]
+BLOCKS = [f"blocks.{i}.{layer}" for i in (0, 1) for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    stand_in_te.install(monkeypatch)
+
+
+def chosen_layers(*patterns, more=()):
+    text = ",".join(f'"{pattern}"' for pattern in patterns)
+    return [*EIGHT, *([f"fp8_config.layers=[{text}]"] if patterns else []), *more]
+
+
+def built(overrides):
+    cfg = launch.load_config("L0_sanity", overrides)
+    model = build_model(cfg.model, cfg.fp8_config)
+    model.init_weights(0)
+    return model
+
+
+def te_layers(model):
+    """TransformerEngine's layers by timm's names, the MLP that is one layer by those of both its linear layers."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, stand_in_te.Layer)}
+    both = {name for name, module in found.items() if isinstance(module, stand_in_te.LayerNormMLP)}
+    return {
+        full: module
+        for name, module in found.items()
+        for full in ((f"{name}.fc1", f"{name}.fc2") if name in both else (name,))
+    }
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        ([], BLOCKS),
+        (["*"], BLOCKS),
+        (["blocks.1.*"], BLOCKS[4:]),
+        (["*.attn.proj", "*.mlp.*"], [name for name in BLOCKS if "qkv" not in name]),
+        (["blocks.[0-1].mlp.fc1"], ["blocks.0.mlp.fc1", "blocks.1.mlp.fc1"]),  # two layers for one
+        (["blocks.0.mlp.fc2", "blocks.1.attn.qkv"], ["blocks.0.mlp.fc2", "blocks.1.attn.qkv"]),
+    ],
+)
+@pytest.mark.parametrize(("more", "recomputes"), [([], False), (["fp8_config.quantized_model_init=true"], True)])
+def test_layers_that_are_not_chosen_are_never_in_fp8(on_cpu, patterns, expected, more, recomputes):
+    """In no pass, in no weight, in no state; the names of what is saved stay."""
+    model = built(chosen_layers(*patterns, more=more))
+    prepare_blocks(model, activation_checkpointing=recomputes, compile=False)
+    for is_first in (None, True, False):
+        model(torch.randn(2, 3, 32, 32), is_first_microbatch=is_first).sum().backward()
+    with torch.no_grad():
+        model.eval()(torch.randn(2, 3, 32, 32))
+    assert stand_in_te.State.depth == 0
+    layers = te_layers(model)
+    assert layers.keys() == set(BLOCKS)
+    for name, layer in layers.items():
+        assert set(layer.passes) == {name in expected}, name
+        assert layer.primary_weights_in_fp8 == (bool(more) and name in expected), name
+    states = {name.rpartition(".")[0] for name in model.scaling}
+    split = any((f"blocks.{i}.mlp.fc1" in expected) != (f"blocks.{i}.mlp.fc2" in expected) for i in (0, 1))
+    assert states == (set(expected) if split else {re.sub(r"mlp.fc\d", "mlp", name) for name in expected})
+    plain = built([*EIGHT, "fp8_config.enabled=false", "model.transformer_engine=false"])
+    names = [timm_name(name) for name, _ in model.named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in plain.named_parameters())
+
+
+def test_layers_change_the_function_only_where_they_are_chosen(on_cpu):
+    """Without FP8 in it, an MLP in two layers is the MLP in one; and the numbers are FP8's where FP8 is."""
+    images = torch.randn(2, 3, 32, 32)
+
+    def logits(overrides):
+        model = built(overrides)
+        with torch.no_grad():
+            model.blocks[1].ls2 = torch.nn.Identity()
+            return model.eval()(images)
+
+    off = [*EIGHT, "fp8_config.enabled=false"]
+    plain = logits([*off, "model.transformer_engine=false"])
+    assert torch.allclose(logits(off), plain, atol=1e-5)
+    dropout = logits([*off, "model.proj_drop_rate=0.1"])
+    assert torch.allclose(dropout, plain, atol=1e-5)
+    whole = logits(EIGHT)
+    assert torch.equal(logits(chosen_layers("*")), whole)
+    parts = [logits(chosen_layers(pattern)) for pattern in ("blocks.1.mlp.*", "blocks.1.mlp.fc1", "blocks.1.mlp.fc2")]
+    assert len({tuple(part.flatten().tolist()) for part in (plain, whole, *parts)}) == 5
+    assert all(error(part, plain) < error(whole, plain) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("layers", "fragments"),
+    [
+        ("[]", ["fp8_config.layers=[] chooses no layer", "fp8_config.enabled=false"]),
+        ('["blocks.0.*","blocks.2.*"]', ["'blocks.2.*' chooses no layer", "blocks."]),
+        ('["blocks.0.attn.qvk"]', ["'blocks.0.attn.qvk' chooses no layer", "nearest names are blocks.0.attn.qkv,"]),
+        ('["head"]', ["'head' chooses no layer"]),
+    ],
+)
+def test_layers_that_there_are_not_are_refused(layers, fragments):
+    text = error_of(launch.load_config, "L0_sanity", [*EIGHT, f"fp8_config.layers={layers}"])
+    for fragment in fragments:
+        assert fragment in text
+
+
+def test_a_resume_with_other_layers_finds_their_scales_anew(on_cpu, tiny, caplog):
+    """The others' go on from the checkpoint."""
+
+    def train(steps, *patterns):
+        caplog.clear()
+        eight = ["model.embed_dim=48", "model.transformer_engine=true", "model.act_layer=gelu_tanh", "precision=bf16"]
+        eight += ["fp8_config.enabled=true", "evaluation.every_n_steps=null", f"num_train_steps={steps}"]
+        eight += ["lr_scheduler.num_training_steps=9", chosen_layers(*patterns)[-1]]
+        train_ddp.main(launch.load_config("L0_sanity", [*tiny, *eight], script="train_ddp"))
+        return [line for line in caplog.messages if "found anew" in line]
+
+    assert train(2, "blocks.0.*") == []
+    assert train(3, "blocks.0.*") == []
+    (line,) = train(4, "*")
+    assert "step_00000003 has no scales of this FP8 recipe for 3 layers (blocks.1.attn.proj, ...)" in line
+    assert train(5, "blocks.1.*") == []
+    assert len(train(6, "blocks.1.*", "blocks.0.mlp.fc1")) == 1
 
 
 def test_te_is_refused_by_name(monkeypatch):
