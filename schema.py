@@ -682,6 +682,9 @@ class Fp8Config:
     [blocks.[1-9].*, blocks.10.*] leaves the first and last of 12 blocks in BF16; null = all."""
     quantized_model_init: bool
     """train_mfsdp.py: layers hold FP8 weights only, the optimizer FP32 ones."""
+    log_statistics_every_n_steps: PositiveInt | None
+    """Steps between lines on how well FP8 holds each layer's operands, in <output_dir>/fp8_statistics.jsonl; such a
+    step takes longer and more memory; null = never."""
 
     def arguments(self) -> dict[str, Any]:
         """The recipe's arguments that have a value."""
@@ -819,6 +822,11 @@ class Config:
         self._check_transformer_engine()
         if self.fp8_config.enabled:
             fp8_layers(self.model, self.fp8_config.layers)
+            if self.cuda_graphs and (every := self.fp8_config.log_statistics_every_n_steps) is not None:
+                raise ConfigError(
+                    f"fp8_config.log_statistics_every_n_steps={every} with cuda_graphs=true, whose replays no "
+                    "hook sees: set one of them to false or null"
+                )
             hidden = int(self.model.embed_dim * self.model.mlp_ratio)
             for key, width in (("embed_dim", self.model.embed_dim), ("embed_dim x model.mlp_ratio", hidden)):
                 if width % 16:
@@ -979,7 +987,7 @@ def idle_keys(cfg: Config, script: str) -> dict[str, tuple[str, str]]:
             why = "with profiler.trace=false and profiler.memory_snapshot=false"
             idle("profiler", "first_step num_steps ranks", why, "set profiler.trace=true")
     if not cfg.fp8_config.enabled:
-        recipe = "fp8_recipe fp8_format fp8_recipe_kwargs layers"
+        recipe = "fp8_recipe fp8_format fp8_recipe_kwargs layers log_statistics_every_n_steps"
         idle("fp8_config", recipe, "with fp8_config.enabled=false", "set fp8_config.enabled=true")
     return found
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import checkpoint
 from imagenet_dataset import PADDING, Batch, list_images
 from input_pipeline.augment import Mixup
+from observability.fp8_statistics import Fp8Statistics
 from observability.metrics import MetricLogger, Speed, top_k_hits
 from observability.profiling import Profiler
 from optim import clip_grad_norm_, lr_at
@@ -107,6 +108,7 @@ def train(
     flops = run.flops_per_image * (1 if cfg.model.freeze == "backbone" else 3)
     speed = Speed(session, cfg, sizes, start_step=resumed.step, flops_per_image=flops)
     profiler = Profiler(cfg, session, start_step=resumed.step)
+    fp8_statistics = Fp8Statistics(run.model, cfg, session)
     saver = checkpoint.Saver(run.state, cfg, session, sizes, resumed=resumed)
     check = FiniteCheck(session.device, saver)
     progress = Progress(resumed.step, resumed.best, resumed.is_unscored)
@@ -144,17 +146,18 @@ def train(
         is_last_step = step == total_steps
 
         # 1. and 2. Forward and backward, clip, update.
-        result = train_step(
-            run,
-            forward_backward,
-            speed.timed(batches),
-            cfg,
-            sizes,
-            step=step,
-            rank=sizes.dp_rank(session.rank),
-            normalize=normalize,
-            mixup=mixup,
-        )
+        with fp8_statistics.of(step):
+            result = train_step(
+                run,
+                forward_backward,
+                speed.timed(batches),
+                cfg,
+                sizes,
+                step=step,
+                rank=sizes.dp_rank(session.rank),
+                normalize=normalize,
+                mixup=mixup,
+            )
         progress.step = step
         check.note(step, result)
         speed.count(step)

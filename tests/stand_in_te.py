@@ -26,7 +26,7 @@ E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
 class State:
     """FP8GlobalStateManager's part of it."""
 
-    enabled, recipe, fp8_parameters, depth = False, None, False, 0
+    enabled, recipe, fp8_parameters, depth, recomputing = False, None, False, 0, False
 
 
 @contextlib.contextmanager
@@ -58,7 +58,16 @@ def checkpoint(function, *args, use_reentrant, **kwargs):
         with autocast(enabled, recipe=recipe):
             return function(*args, **kwargs)
 
-    return torch.utils.checkpoint.checkpoint(again, *args, use_reentrant=use_reentrant, **kwargs)
+    @contextlib.contextmanager
+    def second():
+        State.recomputing = True
+        yield
+        State.recomputing = False
+
+    contexts = {"context_fn": lambda: (contextlib.nullcontext(), second()), "preserve_rng_state": False}
+    # To its end, as TransformerEngine's: torch's would leave off, by an exception, with the last tensor that it needs.
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        return torch.utils.checkpoint.checkpoint(again, *args, use_reentrant=use_reentrant, **contexts, **kwargs)
 
 
 class Rounded:
@@ -94,6 +103,10 @@ class Quantizer:
             scale = largest / tensor.float().abs().max().clamp(min=1e-12)
         scaled = (tensor.float() * scale).clamp(-largest, largest)
         return Rounded((scaled.to(dtype).float() / scale).to(tensor.dtype))
+
+
+class QuantizedTensor(torch.Tensor):
+    """FP8 weights are none here: a layer's `primary_weights_in_fp8` says that they would be."""
 
 
 class Layer(nn.Module):
@@ -212,7 +225,16 @@ def install(patch):
         made.__dict__.update(content)
         patch.setitem(sys.modules, made.__name__, made)
 
-    kinds = [Linear, LayerNormLinear, LayerNormMLP, DotProductAttention, autocast, quantized_model_init, checkpoint]
+    kinds = [
+        Linear,
+        LayerNormLinear,
+        LayerNormMLP,
+        DotProductAttention,
+        autocast,
+        quantized_model_init,
+        checkpoint,
+        QuantizedTensor,
+    ]
     checks = ["is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available"]
     recipes = ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"]
     module("")
@@ -223,6 +245,7 @@ def install(patch):
         **{kind.__name__: kind for kind in kinds},
         **{check: lambda return_reason: (True, "") for check in checks},
     )
+    module(".pytorch.distributed", in_fp8_activation_recompute_phase=lambda: State.recomputing)
     module(".pytorch.utils", SplitAlongDim=SplitAlongDim)
     module(".pytorch.quantization", FP8GlobalStateManager=types.SimpleNamespace(reset=lambda: None))
     State.enabled, State.recipe, State.fp8_parameters, State.depth = False, None, False, 0

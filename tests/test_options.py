@@ -99,6 +99,7 @@ VALUES = {
     "fp8_config.fp8_recipe": "Float8BlockScaling",
     "fp8_config.fp8_format": "E4M3",
     "fp8_config.layers": ["*.mlp.*"],
+    "fp8_config.log_statistics_every_n_steps": 2,
     "fp8_config.fp8_recipe_kwargs.margin": 1,
     "fp8_config.fp8_recipe_kwargs.amax_history_len": 4,
     "fp8_config.fp8_recipe_kwargs.amax_compute_algo": "max",

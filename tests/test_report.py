@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import read_metrics
+from matplotlib.axes import Axes
 from PIL import Image
 
 import report
@@ -68,6 +69,44 @@ def test_a_report_takes_the_later_line_and_leaves_a_torn_one(tmp_path):
     assert "| peak learning rate | 4.00e-04 |" in report.table([read])
     assert "| state | running, step 4 |" in report.table([read])  # of a config that says little, too
     report.draw([read], tmp_path / "image.png")
+
+
+def test_a_report_has_a_heat_map_of_what_fp8_held(tmp_path, monkeypatch):
+    """A row a layer, in the blocks' order, a column a step, the later line of a step; grey where nothing is known."""
+    for name in ("a", "b"):
+        run = tmp_path / name
+        run.mkdir()
+        (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": 5}\n')
+        (run / "status.json").write_text('{"state": "running", "step": 1, "time": ""}')
+        (run / "config.yaml").write_text("global_batch_size: 8\n")
+    layers = [f"blocks.{i}.{layer}" for i in (0, 2, 10) for layer in ("attn.qkv", "mlp.fc2")]
+    numbers = {"amax": 2.0, "underflow": 0.0, "overflow": 0.0}
+    rows = [
+        {"step": step, "layer": layer, "operand": operand} | numbers
+        for step in (10, 20)
+        for layer in reversed(layers)
+        for operand in ("input", "weight", "gradient")
+    ]
+    rows += [{"step": 20, "layer": "blocks.10.mlp.fc2", "operand": "input"} | numbers | {"underflow": 0.5}]
+    rows += [{"step": 20, "layer": "blocks.0.attn.qkv", "operand": "weight"} | numbers | {"underflow": None}]
+    lines = "\n".join(map(json.dumps, rows)) + '\n{"step": 30, "lay'
+    (tmp_path / "a/fp8_statistics.jsonl").write_text(lines)
+    drawn = []
+    imshow = Axes.imshow
+    monkeypatch.setattr(Axes, "imshow", lambda self, values, **how: drawn.append(values) or imshow(self, values, **how))
+    arguments = [str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "c")]
+    monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
+    with contextlib.redirect_stdout(io.StringIO()):
+        report.main()
+    assert {path.name for path in tmp_path.glob("c*")} == {"c.png", "c.md", "c_fp8_a.png"}
+    assert len(drawn) == 9
+    underflow_of_inputs, underflow_of_weights = drawn[0], drawn[1]
+    assert underflow_of_inputs.shape == (6, 2)
+    assert underflow_of_inputs[5, 1] == 0.5
+    assert underflow_of_inputs.sum() == 0.5
+    assert np.isnan(underflow_of_weights[0, 1])
+    assert np.isnan(underflow_of_weights).sum() == 1
+    assert (drawn[6] == 1).all()  # amax, powers of two
 
 
 def test_a_report_of_no_run_is_one_line(tmp_path, monkeypatch):

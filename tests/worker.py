@@ -156,6 +156,14 @@ def count_weight_casts(cfg):
         module.quantize_weight = counting
 
 
+def stand_in_for_te(cfg):
+    """FP8 on a CPU."""
+    import pytest
+    import stand_in_te
+
+    stand_in_te.install(pytest.MonkeyPatch())
+
+
 def count_replays(cfg):
     """Count into EXTRA how often a CUDA graph is replayed."""
     EXTRA["replays"] = 0

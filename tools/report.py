@@ -4,7 +4,8 @@
     python tools/report.py runs/a runs/b runs/c --output compare  # compare.png and compare.md
 
 Reads metrics.jsonl, status.json and config.yaml, of a run that is still going on too; needs no GPU and no torch. A step
-that a resumed run took twice counts as it was taken last.
+that a resumed run took twice counts as it was taken last. Of a run with fp8_statistics.jsonl
+(fp8_config.log_statistics_every_n_steps) it draws how FP8 held each layer's operands, too: report_fp8.png.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,27 @@ Rows = dict[int, dict[str, Any]]  # step -> its metrics
 LOWER_IS_BETTER = {"val/loss"}
 
 
+def json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of one a line."""
+    for line in file.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:  # the torn last line of a killed run
+            continue
+
+
 class Run:
     """What the folder of one run says."""
 
     def __init__(self, folder: Path) -> None:
         self.name = folder.name
         self.rows: Rows = {}
-        for line in (folder / "metrics.jsonl").read_text().splitlines():
-            try:
-                values = json.loads(line)
-            except json.JSONDecodeError:  # the torn last line of a killed run
-                continue
+        for values in json_lines(folder / "metrics.jsonl"):
             self.rows.setdefault(values["step"], {}).update(values)
         self.rows = dict(sorted(self.rows.items()))
+        file = folder / "fp8_statistics.jsonl"
+        rows = json_lines(file) if file.exists() else ()
+        self.fp8 = {(row["step"], row["layer"], row["operand"]): row for row in rows}
         self.config = yaml.safe_load((folder / "config.yaml").read_text())
         self.status = json.loads((folder / "status.json").read_text())
 
@@ -227,6 +236,53 @@ def draw(runs: list[Run], path: Path) -> None:
     plt.close(figure)
 
 
+# A number of fp8_statistics.jsonl, and its title.
+FP8_NUMBERS = {
+    "underflow": "become zero, share of the values",
+    "overflow": "cut off, share of the values",
+    "amax": "largest value, powers of two",
+}
+
+
+def draw_fp8(run: Run, path: Path) -> None:
+    """Heat maps of how FP8 held the operands of each layer: layers down, steps across; grey where it is not known."""
+    import matplotlib as mpl
+    import numpy as np
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = sorted({step for step, _, _ in run.fp8})
+    layers = sorted({layer for _, layer, _ in run.fp8}, key=_in_order)
+    operands = ("input", "weight", "gradient")
+    figure, grid = plt.subplots(3, 3, figsize=(13, 4 + 0.12 * 3 * len(layers)), layout="constrained", squeeze=False)
+    for row, (number, title) in zip(grid, FP8_NUMBERS.items(), strict=True):
+        for axes, operand in zip(row, operands, strict=True):
+            cells = [[run.fp8.get((step, layer, operand), {}).get(number) for step in steps] for layer in layers]
+            values = np.array(cells, dtype=float)  # None becomes NaN
+            if number == "amax":
+                values = np.log2(np.where(values > 0, values, np.nan))
+            limits = {} if number == "amax" else {"vmin": 0, "vmax": max(np.nanmax(values, initial=0), 1e-9)}
+            axes.set_facecolor("0.8")
+            image = axes.imshow(values, aspect="auto", interpolation="nearest", **limits)
+            axes.set_title(f"{operand}: {title}", loc="left", fontsize=9)
+            shown = range(0, len(steps), max(len(steps) // 6, 1))
+            axes.set_xticks(list(shown), [f"{steps[i]:,}" for i in shown])
+            axes.set_yticks(range(len(layers)), layers if axes is row[0] else [""] * len(layers), fontsize=5)
+            figure.colorbar(image, ax=axes, shrink=0.9)
+    for axes in grid[-1]:
+        axes.set_xlabel("step")
+    figure.suptitle(f"{run.name}: FP8")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _in_order(layer: str) -> tuple[int, int]:
+    """Blocks by number, the linear layers of a block as they come."""
+    _, block, name = layer.split(".", 2)
+    return int(block), ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2").index(name)
+
+
 def main() -> None:
     """Parse, read, draw, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -243,6 +299,9 @@ def main() -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         draw(runs, output.with_name(output.name + ".png"))
         output.with_name(output.name + ".md").write_text(table(runs))
+        for run in [run for run in runs if run.fp8]:
+            end = "_fp8.png" if len(runs) == 1 else f"_fp8_{run.name.replace(os.sep, '_')}.png"
+            draw_fp8(run, output.with_name(output.name + end))
     except OSError as error:
         sys.exit(f"error: --output {output} cannot be written to: {error.strerror}")
     print(table(runs), end="")
