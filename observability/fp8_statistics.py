@@ -50,7 +50,8 @@ class Fp8Statistics:
     """Watches the layers in FP8 on the steps that are logged; between them they have no hooks."""
 
     def __init__(self, model: nn.Module, cfg: Config, session: Session) -> None:
-        self.every, self.session = cfg.fp8_config.log_statistics_every_n_steps, session
+        self.every = cfg.fp8_config.log_statistics_every_n_steps if cfg.fp8_config.enabled else None
+        self.session = session
         self.recomputes = cfg.activation_checkpointing
         self.found: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}  # layer, operand -> amax, counts
         self.inputs: dict[str, torch.Tensor] = {}  # of the MLPs, and the gradients of their outputs

@@ -214,6 +214,14 @@ def test_a_run_is_the_same_with_and_without(on_cpu, tiny, tmp_path):
     assert not (tmp_path / "off" / fp8_statistics.NAME).exists()
 
 
+def test_without_fp8_there_is_nothing_to_watch(alone, tmp_path):
+    """In a config whose FP8 is turned off on the command line: TransformerEngine is not even imported."""
+    cfg = launch.load_config("L0_sanity", ["output_dir=unused", *MODEL, f"{EVERY}=1"])
+    with fp8_statistics.Fp8Statistics(torch.nn.Linear(1, 1), cfg, session_of(tmp_path)).of(1):
+        pass
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
 @pytest.mark.slow
 def test_ranks_are_one_batch(image_folder, tmp_path_factory):
     """Two processes, one with two microbatches: the first step's operands are the same.
