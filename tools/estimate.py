@@ -280,8 +280,7 @@ def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: floa
         beside = max(node // shard, 1) if gpus > node else outer
         collectives += 2 * ring_s(4 * shape.params / shard, outer, beside, units, network=network)
     shown = max((1 - HIDDEN[script]) * collectives, collectives - compute)
-    settings: dict[str, Any] = {"micro_batch_size": micro}
-    settings |= {"activation_checkpointing": cfg.activation_checkpointing} if cfg.activation_checkpointing else {}
+    settings: dict[str, Any] = {"micro_batch_size": micro, "activation_checkpointing": cfg.activation_checkpointing}
     settings |= {"distributed.dp_outer": outer} if outer > 1 else {}
     in_gib = {name: size / GIB for name, size in memory.items() if size}
     return Estimate(script, settings, in_gib, peak / GIB, compute, host, collectives, max(compute, host) + shown)
