@@ -66,7 +66,7 @@ def prepare_blocks(model: vit.TrainableModel, *, activation_checkpointing: Recom
             # TransformerEngine's checkpoint, around its MLP with dropout, goes on to the end.
             mlp: Any = block.mlp
             if engine is None:
-                mlp.forward = functools.partial(_recomputed, mlp)
+                mlp.__class__ = _recomputed(type(mlp))
             elif isinstance(mlp, engine.LayerNormMLP):
                 mlp.checkpoint = True
             else:
@@ -77,6 +77,15 @@ def prepare_blocks(model: vit.TrainableModel, *, activation_checkpointing: Recom
         block.forward = torch.compile(forward) if compile else forward
 
 
-def _recomputed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """module(x), its inside recomputed; not a partial of `checkpoint`, for each of which blocks are compiled again."""
-    return checkpoint(type(module).forward, module, x, use_reentrant=False)
+@functools.cache
+def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class `kind`, whose forward recomputes its inside.
+
+    A class, as FSDP2 makes them, and not another `forward` in each module: torch.compile (2.11) would compile every
+    block again for that.
+    """
+
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(kind.forward, self, x, use_reentrant=False)
+
+    return type(f"Recomputed{kind.__name__}", (kind,), {"forward": forward})

@@ -187,20 +187,21 @@ BLOCKS = {  # name -> (options, bound of the relative error of the first gradien
 
 @pytest.fixture(scope="module")
 def gpu_folder(image_folder, tmp_path_factory):
-    """The folder of runs of two processes on one GPU, whose sums travel by gloo, and of one process."""
+    """The folder of runs of two processes, and of one; two on one GPU, if there is no other, sum by gloo."""
     folder = tmp_path_factory.mktemp("tp_gpu")
+    before = "share_a_gpu" if torch.cuda.device_count() < 2 else "keep_first_gradients"
     task = functools.partial(task_of, image_folder, folder, base=[*TINY, *ON_GPU, "model.num_heads=6"])
     for name, ranks in (("one", 1), ("two", 2)):
         cut = ["distributed.tp=2"] if ranks == 2 else []
         tasks = [
-            task(f"{block}-{name}", "train_fsdp2", *options, *cut, "num_train_steps=10", before="share_a_gpu")
+            task(f"{block}-{name}", "train_fsdp2", *options, *cut, "num_train_steps=10", before=before)
             for block, (options, _) in BLOCKS.items()
         ]
-        run_tasks(tasks, nproc=ranks, folder=folder, timeout=250)
+        run_tasks(tasks, nproc=ranks, folder=folder, timeout=250, strict=False)
     for ranks, stop in ((2, 4), (1, 7), (2, 10)):
         cut = ["distributed.tp=2"] if ranks == 2 else []
         length = [f"num_train_steps={stop}", "lr_scheduler.num_training_steps=10"]
-        run = task(f"chain-{stop}", "train_fsdp2", *TE, *cut, *length, output="chain", before="share_a_gpu")
+        run = task(f"chain-{stop}", "train_fsdp2", *TE, *cut, *length, output="chain", before=before)
         run_tasks([run], nproc=ranks, folder=folder, timeout=120)
     return folder
 
