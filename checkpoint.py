@@ -55,6 +55,7 @@ from schema import Config, ConfigError, EmaConfig, RunError, RunSizes, to_plain
 logger = logging.getLogger(__name__)
 # Options of the model that change no weight and no logit in evaluation: a resumed run may change them.
 FREE_OPTIONS = {f"{where}drop_rate" for where in ("", "pos_", "patch_", "proj_", "attn_")}
+SLOWEST_DISK = 20e6  # bytes a second: a save that shows no sign of life for longer hangs
 FREE_OPTIONS |= {"drop_path_rate", "drop_path_schedule", "init_head_bias", "implementation", "transformer_engine"}
 
 
@@ -141,6 +142,7 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
             raise_on_all_ranks(lambda: _init_from(source, state, cfg, sizes), error=ConfigError)
             if state.ema:
                 state.ema.restart()
+        session.phases.place(0, None)
         return Resumed(0, from_rank_0(uuid.uuid4().hex[:12]), None)
 
     folder, saved = found
@@ -169,6 +171,7 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
         state.ema.restart()
     if session.is_main:
         _write_best(folder.parent, saved["best"])
+    session.phases.place(saved["step"], saved.get("goodput"))
     logger.info("resumed from %s (step %d)", folder, saved["step"])
     for line in _stream_changes(saved, cfg, sizes):
         logger.warning("%s", line)
@@ -383,6 +386,7 @@ class Saver:
         if cfg.checkpoint.ckpt_dir is None:
             return
         self.ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
+        self.allowance_s = state.num_bytes() / sizes.world_size / SLOWEST_DISK
         self.facts = {
             "run_id": resumed.run_id,
             "stream": _stream(cfg, sizes),
@@ -410,9 +414,14 @@ class Saver:
         Raises:
             RunError: on all ranks alike, this save or the one before could not be written, or torchrun is gone.
         """
+        with self.session.phases.during("saving", self.allowance_s):
+            self._save(step, best, is_unscored=is_unscored)
+
+    def _save(self, step: int, best: dict[str, Any] | None, *, is_unscored: bool) -> None:
         asked = time.perf_counter()
         self.wait()
         started = time.perf_counter()
+        self.goodput = self.session.phases.totals()
         self.step, self.is_unscored = step, is_unscored
         temporary = self.ckpt_dir / f"step_{step:08d}.tmp"
 
@@ -454,7 +463,8 @@ class Saver:
         """
         if self.in_flight is not None:
             written, self.in_flight = self.in_flight, None
-            written.result()
+            with self.session.phases.during("saving", self.allowance_s):
+                written.result()
             set_status(self.session, "running", self.step)
 
     def _write(self, tensors: dict[str, Any], temporary: Path, best: dict[str, Any] | None) -> None:
@@ -479,7 +489,7 @@ class Saver:
         """What rank 0 does when every rank has written."""
         final = temporary.with_suffix("")
         state = {"step": self.step, "samples": self.num_samples(), "best": best, "is_unscored": self.is_unscored}
-        write_json(temporary / "state.json", state | self.facts)
+        write_json(temporary / "state.json", state | {"goodput": self.goodput} | self.facts)
         if final.exists():  # and was skipped at the start, so it is damaged
             final.rename(final.with_suffix(f".damaged-{uuid.uuid4().hex[:6]}"))
         os.replace(temporary, final)

@@ -12,6 +12,7 @@ starts the stream at its step. Batches are uint8 (B, C, Y, X); they are normalis
 import functools
 import logging
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -289,7 +290,24 @@ class Loader(DataLoader):
         self.unreadable: set[str] = set()
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return self._readable(super().__iter__())  # whose workers start now, not at the first batch
+        batches = super().__iter__()  # its workers start now, not at the first batch
+        self._name_this_rank()
+        return self._readable(batches)
+
+    def _name_this_rank(self) -> None:
+        """Torch's handler of SIGCHLD raises where the loop happens to be when a worker is killed: as our error, too."""
+        handler = signal.getsignal(signal.SIGCHLD)
+        if not callable(handler) or hasattr(handler, "names_this_rank"):
+            return
+
+        def named(*args: Any) -> None:
+            try:
+                handler(*args)
+            except RuntimeError as error:
+                raise self._no_batch(error) from error
+
+        vars(named)["names_this_rank"] = True
+        signal.signal(signal.SIGCHLD, named)
 
     def _readable(self, batches: Iterator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         while True:
@@ -302,16 +320,19 @@ class Loader(DataLoader):
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader"):
                     raise
-                # torch's words for a worker that was killed, and for one that sends nothing.
-                reason = str(error).splitlines()[0].rstrip(". ")
-                raise RankError(
-                    f"no batch came from the loader processes: {reason}; see the lines above, `dmesg` where memory ran "
-                    f"out, data.num_workers={self.cfg.data.num_workers} and "
-                    f"data.worker_timeout_s={self.cfg.data.worker_timeout_s}"
-                ) from error
+                raise self._no_batch(error) from error
             for text in failures:
                 self._report(text)
             yield images, labels
+
+    def _no_batch(self, error: RuntimeError) -> RankError:
+        """Torch's words for a worker that was killed, or for one that sends nothing, as our error."""
+        reason = str(error).splitlines()[0].rstrip(". ")
+        return RankError(
+            f"no batch came from the loader processes: {reason}; see the lines above, `dmesg` where memory ran "
+            f"out, data.num_workers={self.cfg.data.num_workers} and "
+            f"data.worker_timeout_s={self.cfg.data.worker_timeout_s}"
+        )
 
     def _report(self, text: str) -> None:
         if text in self.unreadable:

@@ -114,13 +114,18 @@ def train(
     progress = Progress(resumed.step, resumed.best, resumed.is_unscored)
     forward_backward = pass_of(run, cfg, sizes)
 
+    def is_stopped() -> bool:
+        session.phases.tick()  # a batch further
+        return session.stop.agreed()
+
+    @session.phases.during("evaluation")
     def evaluate_now() -> bool:
         """Score the weights and note the best result; False where a stop broke it off."""
         # Asked before, too: while the loader forks its workers, nothing of this may be under way in gloo's threads.
         result = None
         if not session.stop.agreed(wait=True):
             copies = sizes.world_size // sizes.dp_size
-            options = {"device": session.device, "copies": copies, "is_stopped": session.stop.agreed}
+            options = {"device": session.device, "copies": copies, "is_stopped": is_stopped}
             result = score(run, val_loader, normalize, **options)
         progress.is_unscored = result is None
         run.state.after_exchange()  # a recorded pass gathers the weights for itself, and says so to nobody
@@ -138,9 +143,11 @@ def train(
     if progress.is_unscored and evaluate_now():  # the run was stopped in the evaluation of the step it goes on from
         saver.set_score(progress.step, progress.best)
 
+    session.phases.begin("training")
     hosts_are_together = True  # whether the ranks have just waited for each other
     for step in range(resumed.step + 1, total_steps + 1):
         # 0. Stop here if any rank was asked to: all ranks at the same step.
+        session.phases.step = step
         if session.stop.agreed(wait=hosts_are_together):
             break
         is_last_step = step == total_steps
@@ -167,6 +174,7 @@ def train(
         if step % cfg.logger.frequency == 0 or is_last_step or step == 1:
             check.stop_if_not_finite()
             metrics.write(step, _values_of(result, session) | speed.read())
+            session.phases.logged()
             set_status(session, "running", step)
 
         # 4. Evaluate, then save: a step's checkpoint knows its score, and a new best always has one.

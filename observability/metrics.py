@@ -100,7 +100,7 @@ class Speed:
     def __init__(
         self, session: Session, cfg: Config, sizes: RunSizes, *, start_step: int, flops_per_image: float
     ) -> None:
-        self.device = session.device
+        self.device, self.phases = session.device, session.phases
         self.images_per_step = cfg.global_batch_size
         self.steps_per_epoch = sizes.num_train_images / cfg.global_batch_size
         self.epoch = start_step / self.steps_per_epoch
@@ -128,7 +128,8 @@ class Speed:
         while True:
             waiting_since = time.perf_counter()
             try:
-                batch = next(batches)
+                with self.phases.during("waiting"):
+                    batch = next(batches)
             except StopIteration:
                 return
             self.waited += time.perf_counter() - waiting_since

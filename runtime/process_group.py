@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from runtime import cuda_graphs, preemption
-from runtime.run_folder import lock_folder, set_status, set_up_logging, write_provenance
+from runtime.run_folder import lock_folder, read_status, set_status, set_up_logging, write_provenance
 from runtime.session import TIMEOUT, Session
+from runtime.watch import Watch
 from schema import Config, ConfigError
 
 # For all processes to be there, where no torchrun has seen to that.
@@ -62,30 +64,47 @@ def dist_session(cfg: Config) -> Iterator[Session]:
             world_size=world_size,
             timeout=TIMEOUT,
         )
+        watch = Watch(
+            session,
+            store if world_size > 1 else None,
+            hang_timeout_s=cfg.distributed.hang_timeout_s,
+            slow_rank_factor=cfg.distributed.slow_rank_factor,
+        )
+        watch.start()
         if session.is_main:
             write_provenance(cfg, session)
+            session.phases.ended = _orderly_end(session)
         set_status(session, "running")
         try:
             yield session
-            _leave_process_group(session)
+            _leave_process_group(session, watch)
             if session.stop.signal:
                 set_status(session, "preempted")  # now: what follows may take longer than there is left
-            for work in session.afterwards if session.is_main else ():
-                work()
+            with session.phases.during("saving"):
+                for work in session.afterwards if session.is_main else ():
+                    work()
         except BaseException:
             # No destroy_process_group here: it can wait for ranks that wait for this one. Exiting ends the job at once,
             # because torchrun stops the others.
+            watch.close()  # the error ends this process: the others need not
             set_status(session, "failed")
             raise
         if not session.stop.signal:
             set_status(session, "finished")
 
 
-def _leave_process_group(session: Session) -> None:
+def _leave_process_group(session: Session, watch: Watch) -> None:
     """All ranks together; no rank needs another from here on."""
     session.stop.close()
     dist.barrier()
+    watch.close()
     dist.destroy_process_group()
+
+
+def _orderly_end(session: Session) -> dict[str, Any] | None:
+    """status.json of an earlier start that ended by itself or by a signal, with all its seconds."""
+    status = read_status(session)
+    return status if status.get("state") in ("finished", "preempted") and "goodput" in status else None
 
 
 def _store() -> dist.Store:

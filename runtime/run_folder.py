@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import timm
 import torch
@@ -133,10 +133,20 @@ def write_provenance(cfg: Config, session: Session) -> None:
 
 
 def set_status(session: Session, state: str, step: int | None = None) -> None:
-    """Write status.json, whole or not at all; `step` stays what it was if it is not given."""
+    """Write status.json, whole or not at all; `step` stays what it was if it is not given.
+
+    So do the seconds, until it is known what this start goes on from.
+    """
     if not session.is_main:
         return
+    before, totals = read_status(session), session.phases.totals()
+    step = before.get("step", 0) if step is None else step
+    goodput = {"goodput": totals} if totals else {"goodput": before["goodput"]} if "goodput" in before else {}
+    now = {"state": state, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    write_json(session.output_dir / "status.json", now | goodput)
+
+
+def read_status(session: Session) -> dict[str, Any]:
+    """What status.json says; empty where there is none."""
     path = session.output_dir / "status.json"
-    if step is None:
-        step = json.loads(path.read_text())["step"] if path.exists() else 0
-    write_json(path, {"state": state, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    return json.loads(path.read_text()) if path.exists() else {}

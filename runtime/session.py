@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from runtime import preemption
+from runtime.phases import Phases
 
 TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that waits longer gives up
 
@@ -28,6 +29,9 @@ class Session:
     """The process that started this one."""
     stop: preemption.Stop = dataclasses.field(default_factory=lambda: preemption.Stop(TIMEOUT))
     """Whether the run was asked to stop."""
+
+    phases: Phases = dataclasses.field(default_factory=Phases)
+    """What this process is doing."""
 
     @property
     def is_main(self) -> bool:
