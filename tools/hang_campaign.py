@@ -1,6 +1,6 @@
 """Make ranks, loaders and saves hang, and ask that the run ends by itself, naming the rank that did; and what it costs.
 
-    python tools/hang_campaign.py --events 60 --output benchmarks/hang_campaign_cpu.json
+    python tools/hang_campaign.py --hangs 56 --output benchmarks/hang_campaign_cpu.json
 
 Runs of DDP and FSDP2 under torchrun, two or three processes on a CPU. In each, one thing of one rank hangs at a
 random step: the process is stopped (SIGSTOP), its interpreter is (a C function that keeps Python's lock), its loader
@@ -271,23 +271,27 @@ def measure(folder: Path, images: Path, steps: int) -> dict[str, Any]:
 def main() -> None:
     """Parse, let things hang, measure, write; exits with 1 where a rank was named wrongly or not at all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--events", type=int, default=60)
+    parser.add_argument("--hangs", type=int, default=56)
+    parser.add_argument("--lives", type=int, default=8, help="runs that only look as if they hung")
     parser.add_argument("--steps", type=int, default=4000, help="of the run that measures what the watch costs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", nargs="+", choices=[*HANGS, *LIVES], default=[*HANGS, *LIVES])
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
 
     rng, events = random.Random(args.seed), []
     with tempfile.TemporaryDirectory() as name:
         images = conftest().make_images(Path(name, "images"))
-        for index in range(args.events):
-            kind = args.kinds[index % len(args.kinds)]
-            script = ("train_ddp", "train_fsdp2")[index // len(args.kinds) % 2]
-            folder = Path(name, str(index))
+        cases = [
+            (kinds, index)
+            for kinds, count in ((list(HANGS), args.hangs), (LIVES, args.lives))
+            for index in range(count)
+        ]
+        for kinds, index in cases:
+            kind, script = kinds[index % len(kinds)], ("train_ddp", "train_fsdp2")[index // len(kinds) % 2]
+            folder = Path(name, f"{kind}-{index}")
             folder.mkdir()
-            # The last events have the configs' own value.
-            timeout_s = 20.0 if index >= args.events - len(HANGS) and kind not in LIVES else TIMEOUT_S
+            # One of each kind with the configs' own value; the others sooner.
+            timeout_s = 20.0 if index < len(HANGS) and kind in HANGS else TIMEOUT_S
             events.append(event(kind, script, rng, folder, images, timeout_s))
             print(json.dumps(events[-1]), flush=True)
             shutil.rmtree(folder)
