@@ -26,6 +26,7 @@ import logging
 import os
 import pickle
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -389,6 +390,9 @@ class Saver:
         self.allowance_s = state.num_bytes() / sizes.world_size / SLOWEST_DISK
         self.facts = {
             "run_id": resumed.run_id,
+            "script": Path(sys.argv[0]).stem,  # with the next two, for tools/replay.py
+            "world_size": sizes.world_size,
+            "schedule_steps": sizes.schedule_steps,
             "stream": _stream(cfg, sizes),
             "model": to_plain(cfg)["model"],
             "fp8_config": to_plain(cfg)["fp8_config"],

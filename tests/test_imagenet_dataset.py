@@ -5,8 +5,12 @@ What is expected comes from elsewhere: torchvision's ImageFolder, timm's transfo
 
 import itertools
 import math
+import multiprocessing
+import os
 import random
 import re
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -261,6 +265,22 @@ def test_validation_has_every_image_once_in_the_folders_order(coloured, world_si
         assert seen[:11] == reference
         assert {label for _, label in seen[11:]} <= {PADDING}
     assert PADDING == -1
+
+
+def test_a_killed_loader_process_is_our_error_wherever_the_loop_is(image_folder):
+    train, _ = loaders_of(data_config(image_folder, "data.num_workers=1"))
+    before = set(multiprocessing.active_children())  # other tests'
+    batches = iter(train)
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - before
+
+    def kill_and_do_something_else():
+        os.kill(worker.pid, signal.SIGKILL)
+        time.sleep(10)
+
+    said = r"no batch came from the loader processes: DataLoader worker .* is killed by signal"
+    with pytest.raises(schema.RankError, match=said):
+        kill_and_do_something_else()
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -60,7 +60,9 @@ def test_a_report_takes_the_later_line_and_leaves_a_torn_one(tmp_path):
     run.mkdir()
     lines = [{"step": step, "train/loss": loss} for step, loss in ((1, 5), (2, 4), (3, 9), (3, 3), (4, 2))]
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 5, "tra')
-    (run / "status.json").write_text('{"state": "running", "step": 4, "time": ""}')
+    seconds = {"training": 900.0, "waiting": 0.0, "saving": 300.0, "lost": 600.0}
+    goodput = {"began": 5000.0, "until": 6800.0, "seconds": seconds}
+    (run / "status.json").write_text(json.dumps({"state": "running", "step": 4, "time": "", "goodput": goodput}))
     (run / "config.yaml").write_text("global_batch_size: 8\n")
     read = report.read(run)
     assert read.curve("train/loss") == ([1, 2, 3, 4], [5, 4, 3, 2])
@@ -68,6 +70,8 @@ def test_a_report_takes_the_later_line_and_leaves_a_torn_one(tmp_path):
     read.config |= {"optimizer": {"lr": 1e-4, "lr_base_size": 2, "lr_base_scale": "linear"}}
     assert "| peak learning rate | 4.00e-04 |" in report.table([read])
     assert "| state | running, step 4 |" in report.table([read])  # of a config that says little, too
+    assert "| goodput | 50.0%; lost 33.3%, saving 16.7% |" in report.table([read])
+    assert "| hours since its first start | 0.50 |" in report.table([read])
     report.draw([read], tmp_path / "image.png")
 
 

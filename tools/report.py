@@ -91,6 +91,21 @@ class Run:
             return lr
         return schema.scaled_lr(lr, batch, base, self.setting("optimizer.lr_base_scale"))
 
+    def hours_of_all(self) -> float | None:
+        """From the run's first start to its newest sign, by status.json; None where it says nothing of that."""
+        goodput = self.status.get("goodput")
+        return (goodput["until"] - goodput["began"]) / 3600 if goodput else None
+
+    def shares(self) -> str | None:
+        """The share of training in that time, and what the rest was."""
+        seconds = self.status.get("goodput", {}).get("seconds")
+        if not seconds:
+            return None
+        whole = sum(seconds.values())
+        parts = {kind: value / whole for kind, value in seconds.items() if value and kind != "training"}
+        rest = ", ".join(f"{kind} {share:.1%}" for kind, share in sorted(parts.items(), key=lambda part: -part[1]))
+        return f"{seconds['training'] / whole:.1%}; {rest}"
+
     def hours(self) -> float:
         """Training alone: each log line's mean step time, times the steps since the line before."""
         steps, seconds = self.curve("train/step_time_s")
@@ -133,6 +148,8 @@ def table(runs: list[Run]) -> str:
         "peak learning rate": lambda run: number(".2e", run.peak_lr()),
         "epochs": lambda run: number(".2f", run.last("train/epoch")),
         "hours of training": lambda run: number(".2f", run.hours()),
+        "hours since its first start": lambda run: number(".2f", run.hours_of_all()),
+        "goodput": lambda run: run.shares(),
         "best": best,
         "last train/loss": lambda run: number(".4f", run.last("train/loss")),
         "last val/loss": lambda run: number(".4f", run.last("val/loss")),

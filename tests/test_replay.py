@@ -1,0 +1,95 @@
+"""tools/replay.py: a recorded step is taken again, and one that was computed otherwise is named."""
+
+import launch
+
+import json
+import shutil
+import sys
+
+import pytest
+from conftest import TINY, run_command
+
+import replay
+import train_fsdp2
+
+
+@pytest.fixture(scope="module")
+def finished(image_folder, tmp_path_factory):
+    """A run of FSDP2 with checkpoints of steps 4, 8 and 10, and with dropout, which random numbers decide."""
+    folder = tmp_path_factory.mktemp("replayed") / "run"
+    overrides = [*TINY, f"data.path={image_folder}", f"output_dir={folder}", "num_train_steps=10"]
+    overrides += ["checkpoint.save_every_n_steps=4", "checkpoint.max_checkpoints=null"]
+    overrides += ["model.drop_rate=0.1", "ema.decay=0.9"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train_fsdp2.py"])
+        train_fsdp2.main(launch.load_config("L0_sanity", overrides, script="train_fsdp2"))
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy that a test may change."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(capsys, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        replay.main([*map(str, arguments)])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+def change(run, step, **values):
+    file = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        if line["step"] == step and "train/loss" in line:
+            line |= {f"train/{key}": line[f"train/{key}"] + value for key, value in values.items()}
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def test_a_step_is_the_same_and_one_that_was_computed_otherwise_is_named(run, capsys):
+    before = files(run)
+    with pytest.MonkeyPatch.context() as patch:
+        saver = replay.checkpoint.Saver.save
+        patch.setattr(replay.checkpoint.Saver, "save", saver)  # replay replaces it for the rest of its process
+        assert replay.main([str(run), "7"]) == 0
+        assert "step 7, taken again from step_00000004, is the same" in capsys.readouterr().out
+        assert files(run) == before
+        assert not (run / "replay_7").exists()
+        change(run, 6, grad_norm=1e-7)
+        assert replay.main([str(run), "7"]) == 1
+        said = capsys.readouterr().out
+        assert "differs from step_00000004 on: step 6: train/grad_norm is " in said
+        assert replay.main([str(run), "10"]) == 0  # from step 8, which is later than the wrong one
+
+
+def test_what_cannot_be_taken_again_is_one_line(run, capsys, monkeypatch):
+    assert refused(capsys, run / "no", 7).endswith("no is no run's folder: metrics.jsonl is missing")
+    assert refused(capsys, run, 99).endswith("take one that was logged, such as 9 or 10")
+    assert refused(capsys, run, 4).endswith(
+        "no checkpoint before step 4 is there (of steps: 4, 8, 10): take a later one"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = refused(capsys, run, 7)
+    assert "was trained by 1 processes of train_fsdp2.py, these are 2: start torchrun" in line
+    assert line.endswith(f"--nproc-per-node 1 tools/replay.py {run} 7")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_ddp", "train_fsdp2"])
+def test_two_processes(script, tiny, tmp_path):
+    options = ["num_train_steps=8", "checkpoint.save_every_n_steps=3", "checkpoint.max_checkpoints=null"]
+    assert run_command([f"{script}.py", *tiny, *options], nproc=2).returncode == 0
+    done = run_command(["tools/replay.py", tmp_path / "run", 5], nproc=2)
+    assert done.returncode == 0, done.stderr
+    assert "step 5, taken again from step_00000003, is the same" in done.stdout
+    change(tmp_path / "run", 5, loss=1e-9)
+    done = run_command(["tools/replay.py", tmp_path / "run", 5], nproc=2)
+    assert done.returncode == 1
+    assert "differs from step_00000003 on: step 5: train/loss is" in done.stdout
