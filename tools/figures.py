@@ -42,6 +42,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "estimate": ("tools/estimate.py", "tools/check_estimate.py"),
     "feed": (*TRAINING, *READING),
     "fused_attn": ("vit.py", "modeling.py", "trainer.py"),
+    "hang_campaign": ("runtime/watch.py", "runtime/phases.py", "tools/hang_campaign.py"),
     "image_build": ("Dockerfile", "requirements.txt", "requirements-gpu.txt"),
     "kill_campaign": (*STOPPING, "tools/kill_campaign.py"),
     "levers": ("vit.py", "vit_te.py", "optim.py"),
