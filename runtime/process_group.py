@@ -111,7 +111,8 @@ def _store() -> dist.Store:
     """Where the processes find each other: torchrun's store, or one in memory for a lone process, which needs no port.
 
     torchrun keeps its store over --max-restarts, and a process may train more than once: each attempt gets names of its
-    own, because gloo would connect to the addresses of the attempt before (seen with torch 2.14.1).
+    own, because gloo would connect to the addresses of the attempt before (seen with torch 2.14.1). Where rank 0 makes
+    the store, it is new at each attempt, and its name must not be: each of several torchruns counts its own restarts.
     """
     if "WORLD_SIZE" not in os.environ:
         return dist.HashStore()
@@ -128,8 +129,8 @@ def _store() -> dist.Store:
     finally:
         asks.cancel()
     store.set_timeout(TIMEOUT)
-    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_sessions)}"
-    return dist.PrefixStore(attempt, store)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_torchruns else "0"
+    return dist.PrefixStore(f"{restarts}.{next(_sessions)}", store)
 
 
 def _where() -> str:
