@@ -255,10 +255,10 @@ def count_cost(folder: Path) -> None:
     trainer.train_step = timed
 
 
-def measure(folder: Path, images: Path, steps: int) -> dict[str, Any]:
+def measure(folder: Path, steps: int) -> dict[str, Any]:
     """The mean seconds of a step with the watch and without, in turn within one run of DDP on two ranks."""
-    overrides = [*conftest().TINY, f"data.path={images}", f"output_dir={folder / 'run'}", f"num_train_steps={steps}"]
-    overrides += ["model.embed_dim=192", "data.num_workers=0", "logger.frequency=1000", "data.resident=true"]
+    overrides = [*conftest().TINY, "data=synthetic", f"output_dir={folder / 'run'}", f"num_train_steps={steps}"]
+    overrides += ["model.embed_dim=192", "data.num_workers=0", "logger.frequency=1000"]
     code, output = run(folder, "cost", 2, -1, 0, "train_ddp", overrides)
     assert code == 0, output[-3000:]
     times = json.loads((folder / "cost.0.json").read_text())
@@ -298,7 +298,7 @@ def main() -> None:
             shutil.rmtree(folder)
         folder = Path(name, "cost")
         folder.mkdir()
-        cost = measure(folder, images, args.steps) if args.steps else None
+        cost = measure(folder, args.steps) if args.steps else None
     hangs = [one for one in events if one["kind"] in HANGS]
     lives = [one for one in events if one["kind"] in LIVES]
     counts = {
