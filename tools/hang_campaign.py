@@ -168,7 +168,7 @@ def run(folder: Path, kind: str, nproc: int, victim: int, step: int, script: str
             list(map(str, command)), cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            code = started.wait(timeout=240)
+            code = started.wait(timeout=400)
         except subprocess.TimeoutExpired:
             os.killpg(started.pid, signal.SIGKILL)
             code = None
