@@ -164,13 +164,12 @@ def run(folder: Path, kind: str, nproc: int, victim: int, step: int, script: str
     command += [__file__, "rank", kind, str(victim), str(step), str(folder), script, *overrides]
     environment = start_environment(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
     with open(folder / "log.txt", "wb") as log:
-        started = subprocess.Popen(
-            list(map(str, command)), cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
+        started = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment, stdout=log, stderr=log)
         try:
             code = started.wait(timeout=400)
         except subprocess.TimeoutExpired:
-            os.killpg(started.pid, signal.SIGKILL)
+            started.terminate()  # torchrun ends its ranks, which are in sessions of their own
+            started.wait()
             code = None
     return code, (folder / "log.txt").read_text()
 
