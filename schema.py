@@ -593,8 +593,8 @@ class DistributedConfig:
     tp: PositiveInt | None
     """FSDP2: ranks that share each block's matrices and attention heads (tensor parallelism); null = 1."""
     hang_timeout_s: PositiveFloat | None
-    """Seconds without progress or any sign of life, after which the ranks that hang are named and the run ends; null =
-    never. A debugger that stops a rank looks like a hang."""
+    """Seconds without progress or any sign of life, 20 say, after which the ranks that hang are named and the run ends;
+    null = never. A debugger that stops a rank looks like a hang."""
     slow_rank_factor: Annotated[float, Field(gt=1)] | None
     """Work of a rank in a step, over the median rank's, from which on it is named as slow; null = never."""
 

@@ -45,6 +45,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "hang_campaign": ("runtime/watch.py", "runtime/phases.py", "tools/hang_campaign.py"),
     "image_build": ("Dockerfile", "requirements.txt", "requirements-gpu.txt"),
     "kill_campaign": (*STOPPING, "tools/kill_campaign.py"),
+    "large": STRATEGIES,
     "levers": ("vit.py", "vit_te.py", "optim.py"),
     "loader": READING,
     "memory": STRATEGIES,
