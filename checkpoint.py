@@ -97,12 +97,12 @@ class TrainState:
         self.after_load()
         self.after_exchange()
 
-    def tensors(self, step: int) -> dict[str, Any]:
-        """The live tensors, nested as DCP takes them."""
+    def tensors(self, step: int | None = None) -> dict[str, Any]:
+        """The live tensors, nested as DCP takes them; with `step`, every counter of updates stands at it."""
         of = self.optimizer.state
         states = {name: of[weight] for name, weight in self.weights.items() if of.get(weight)}
         for name, state in states.items():
-            if "step" in state and to_local(self.weights[name]).numel() == 0:
+            if step is not None and "step" in state and to_local(self.weights[name]).numel() == 0:
                 # Megatron-FSDP gives an empty shard no gradient, so the optimizer skips it and its counter stands
                 # still; the counter is one for all ranks, and DCP takes any rank's.
                 state["step"].fill_(step)
@@ -112,7 +112,7 @@ class TrainState:
 
     def num_bytes(self) -> int:
         """What a checkpoint of the whole job takes on the disk, in bytes."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in _leaves(self.tensors(step=0)))
+        return sum(tensor.numel() * tensor.element_size() for tensor in _leaves(self.tensors()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,7 +405,7 @@ class Saver:
             assert isinstance(group, dist.ProcessGroup)  # every rank is in it
             self.group = group
             self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
-            self.copies = _host_copies(state.tensors(step=0))  # now: pinning memory takes long
+            self.copies = _host_copies(state.tensors())  # now: pinning memory takes long
 
     def save(self, step: int, best: dict[str, Any] | None, *, is_unscored: bool = False) -> None:
         """Write step_<step> on all ranks, or begin to; waits for the one before.

@@ -74,7 +74,7 @@ def main(cfg: Config) -> dict[str, float]:
 
         # Restore, then train from there.
         state = checkpoint.TrainState(model, optimizer, model.scaling, cfg.ema, after_exchange=reshard)
-        keep_packed_rows(state.tensors(step=0))  # moments and averages, too
+        keep_packed_rows(state.tensors())  # moments and averages, too
         resumed = checkpoint.restore(state, cfg, session, sizes)
         loaders = build_loaders(cfg, sizes, rank=session.rank, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, model.flops_per_image())

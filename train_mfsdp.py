@@ -86,7 +86,7 @@ def main(cfg: Config) -> dict[str, float]:
             model, optimizer, module.scaling, cfg.ema, after_load=install, after_exchange=gather_again
         )
         # Moments and averages learn where they lie, too.
-        preprocess_state_dict_for_uneven_dtensor({**state.tensors(step=0), "model": {}})
+        preprocess_state_dict_for_uneven_dtensor({**state.tensors(), "model": {}})
         resumed = checkpoint.restore(state, cfg, session, sizes)
         loaders = build_loaders(cfg, sizes, rank=session.rank, start_step=resumed.step)
         run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image())

@@ -111,7 +111,7 @@ def line_of(frame: FrameType) -> str:
 
     def text(frame: FrameType) -> str:
         path = Path(frame.f_code.co_filename)
-        shown = path.relative_to(PROJECT_DIR) if PROJECT_DIR in path.parents else Path(*path.parts[-2:])
+        shown = path.relative_to(PROJECT_DIR) if _is_ours(str(path)) else Path(*path.parts[-2:])
         return f"{shown}:{frame.f_lineno} ({frame.f_code.co_name})"
 
     ours: FrameType | None = frame

@@ -92,6 +92,7 @@ VALUES = {
     "profiler.ranks": [0, 1],
     "optimizer.state_dtype": "bf16",
     "distributed.dp_outer": 2,
+    "distributed.hang_timeout_s": 300.0,
     "distributed.slow_rank_factor": 2.0,
     "distributed.dp_shard": 2,
     "distributed.tp": 2,

@@ -92,6 +92,7 @@ def quick(monkeypatch):
         raise RuntimeError("the watch's thread ends here")
 
     monkeypatch.setattr(watch.os, "_exit", leave)
+    monkeypatch.setattr(watch.multiprocessing, "active_children", list)  # they are other tests'
     return ended
 
 

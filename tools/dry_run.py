@@ -310,7 +310,8 @@ def show(trial: Trial) -> None:
     print(f"mesh: {' x '.join(f'{name}={size}' for name, size in trial.mesh.items())}")
     print(f"batch: {sizes.micro_batch_size} images x {sizes.dp_size} ranks x {sizes.accumulation} microbatches a step")
     print(f"steps: {sizes.num_train_steps:,}")
-    print(f"parameters: {sum(trial.units):,}")
+    what = "parameters of one of the tp ranks" if trial.mesh.get("tp", 1) > 1 else "parameters"
+    print(f"{what}: {sum(trial.units):,}")
     alike = collections.Counter(trial.units[:-1])
     for size, count in alike.items():
         print(f"  {count:>4} blocks of {size:,}")

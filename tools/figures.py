@@ -39,6 +39,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "curve": (*TRAINING, "vit_te.py"),
     "demo": (*TRAINING, "train_fsdp2.py", "config/L0_sanity.yaml"),
     "doctor": ("tools/doctor.py",),
+    "dry_run": ("tools/dry_run.py", "train_fsdp2.py", "trainer.py"),
     "estimate": ("tools/estimate.py", "tools/check_estimate.py"),
     "feed": (*TRAINING, *READING),
     "fused_attn": ("vit.py", "modeling.py", "trainer.py"),
