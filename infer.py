@@ -3,9 +3,9 @@
     python infer.py runs/demo/checkpoints/final_model image.jpg folder/of/images
     python infer.py MODEL folder/ --json answers.json --sheet answers.png
 
-MODEL is a final_model folder, or a step_XXXXXXXX folder, or a folder that holds some. Images are read as in
-evaluation: any mode and depth, EXIF as the run had it; one that cannot be read is named, the others go on, and the
-exit code is then 1.
+MODEL is a final_model folder, or a step_XXXXXXXX folder, or a folder that holds some, or timm:<model name>. Images
+are read as in evaluation: any mode and depth, EXIF as the run had it; one that cannot be read is named, the others go
+on, and the exit code is then 1.
 """
 
 from launch import Parser, exit_with
@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 
 from input_pipeline.decode import Decoder, ImageError, crop_extreme_aspect
 from input_pipeline.image_folders import IMAGE_EXTENSIONS
-from interop import weights_out
+from interop import weights_in, weights_out
 from runtime.step_folders import newest_step
 from schema import ConfigError
 
@@ -35,9 +35,16 @@ TimmModel = Any  # an nn.Module with timm's pretrained_cfg and num_classes
 def load_model(source: Path) -> tuple[TimmModel, dict[str, Any]]:
     """The model of an exported folder, built by timm, or of one of our checkpoints, and the folder's config.json.
 
+    Of timm:<model name> it is timm's own, without a config.json.
+
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is none of these.
     """
+    if (name := str(source)).startswith("timm:"):
+        try:
+            return weights_in.pretrained(name.removeprefix("timm:")).eval(), {}
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
     if (step := newest_step(source)) is not None:
         with tempfile.TemporaryDirectory() as folder:
             weights_out.export_timm(step, Path(folder) / "model")

@@ -78,9 +78,9 @@ def read(source: str) -> Source:
     with _about(source):
         path = Path(source.removeprefix("local-dir:"))
         if source.startswith("timm:") or (not path.exists() and timm.is_model(source)):
-            return _read_timm_model(source, source.removeprefix("timm:"))
+            return _source_of_timms(pretrained(source.removeprefix("timm:")), source)
         if source.startswith("hf-hub:"):
-            return _read_by_timm(source, source)
+            return _source_of_timms(_built_by_timm(source), source)
         if path.is_dir() and not source.startswith("local-dir:") and (folder := newest_step(path)):
             return _read_step(source, folder)
         if (path / ".metadata").is_file():
@@ -275,7 +275,12 @@ def _from_hugging_face(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return joined({from_hugging_face_name(name): tensor for name, tensor in tensors.items() if not is_pooler(name)})
 
 
-def _read_timm_model(source: str, name: str) -> Source:
+def pretrained(name: str) -> Any:
+    """A model of timm's, with its trained weights.
+
+    Raises:
+        ConfigError: timm has no such model or weights, it is no VisionTransformer, or the hub is out of reach.
+    """
     from timm.models import get_arch_name, is_model_pretrained  # takes a second, for few runs
 
     if not timm.is_model(name):
@@ -288,10 +293,10 @@ def _read_timm_model(source: str, name: str) -> Source:
         raise ConfigError(
             f"timm has no such weights: {f'use one of {first_few(tags)}' if tags else 'use another model'}"
         )
-    return _read_by_timm(source, name)
+    return _built_by_timm(name)
 
 
-def _read_by_timm(source: str, name: str) -> Source:
+def _built_by_timm(name: str) -> Any:
     from timm.models.vision_transformer import VisionTransformer as TimmViT
 
     # timm draws weights before it loads others: not from the run's own generator.
@@ -299,6 +304,10 @@ def _read_by_timm(source: str, name: str) -> Source:
         model = timm.create_model(name, pretrained=True)
     if not isinstance(model, TimmViT):
         raise ConfigError(f"it is timm's {type(model).__name__}: give a VisionTransformer, timm.list_models('vit*')")
+    return model
+
+
+def _source_of_timms(model: Any, source: str) -> Source:
     found = cast(dict[str, Any], model.pretrained_cfg)  # create_model puts it on the module
     classes = tuple(found.get("label_names") or ())
     return dataclasses.replace(_source_of(model, source), classes=classes, data=_settings(found))
