@@ -3,7 +3,7 @@
     <ckpt_dir>/step_00000100/      torch.distributed.checkpoint (DCP) files: tensors, and .metadata
                 state.json         step, run id, best result, model config, class names, ...: plain JSON
     <ckpt_dir>/best.json           step and value of the best validation metric; pruning spares that step
-    <ckpt_dir>/final_model/        model.safetensors with timm's names, config.json that timm builds from
+    <ckpt_dir>/final_model/        model.safetensors with timm's names, config.json that timm builds from, a model card
 
 One key space for all strategies: `model.<timm name>` and `optim.<timm name>.<exp_avg | exp_avg_sq | step>` (SGD:
 `momentum_buffer`; frozen tensors have none); with EMA `ema.<timm name>`; with FP8's delayed scaling
@@ -58,6 +58,8 @@ logger = logging.getLogger(__name__)
 FREE_OPTIONS = {f"{where}drop_rate" for where in ("", "pos_", "patch_", "proj_", "attn_")}
 SLOWEST_DISK = 20e6  # bytes a second: a save that shows no sign of life for longer hangs
 FREE_OPTIONS |= {"drop_path_rate", "drop_path_schedule", "init_head_bias", "implementation", "transformer_engine"}
+# What of the config final_model's README.md tells, besides what state.json has for a resume.
+RECIPE = ("optimizer", "lr_scheduler", "max_grad_norm", "loss", "ema", "precision")
 
 
 class TrainState:
@@ -397,6 +399,7 @@ class Saver:
             "model": to_plain(cfg)["model"],
             "fp8_config": to_plain(cfg)["fp8_config"],
             "optimizer": cfg.optimizer.name,
+            "recipe": {key: to_plain(cfg)[key] for key in RECIPE} | {"checkpoint.init_from": cfg.checkpoint.init_from},
             "classes": list(sizes.classes),
             "data": {key: to_plain(cfg)["data"][key] for key in DATA_SETTINGS},
         }
@@ -407,26 +410,36 @@ class Saver:
             self.thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
             self.copies = _host_copies(state.tensors())  # now: pinning memory takes long
 
-    def save(self, step: int, best: dict[str, Any] | None, *, is_unscored: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        best: dict[str, Any] | None,
+        *,
+        scores: dict[str, float] | None = None,
+        is_unscored: bool = False,
+    ) -> None:
         """Write step_<step> on all ranks, or begin to; waits for the one before.
 
         Args:
             step: updates that the state holds.
             best: the best result so far; if it is this step's, best.json will say so.
+            scores: what the evaluation of this step found; None = there was none.
             is_unscored: the evaluation of this step was broken off, for the next start to do again.
 
         Raises:
             RunError: on all ranks alike, this save or the one before could not be written, or torchrun is gone.
         """
         with self.session.phases.during("saving", self.allowance_s):
-            self._save(step, best, is_unscored=is_unscored)
+            self._save(step, best, scores=scores, is_unscored=is_unscored)
 
-    def _save(self, step: int, best: dict[str, Any] | None, *, is_unscored: bool) -> None:
+    def _save(
+        self, step: int, best: dict[str, Any] | None, *, scores: dict[str, float] | None, is_unscored: bool
+    ) -> None:
         asked = time.perf_counter()
         self.wait()
         started = time.perf_counter()
         self.goodput = self.session.phases.totals()
-        self.step, self.is_unscored = step, is_unscored
+        self.step, self.scores, self.is_unscored = step, scores, is_unscored
         temporary = self.ckpt_dir / f"step_{step:08d}.tmp"
 
         def prepare() -> None:
@@ -449,12 +462,13 @@ class Saver:
         waited = f", after {started - asked:.3f} s for the one before" if started - asked > 1e-3 else ""
         logger.info("step %d: %s in %.3f s%s", step, how, time.perf_counter() - started, waited)
 
-    def set_score(self, step: int, best: dict[str, Any] | None) -> None:
-        """Give the checkpoint of `step`, saved unscored, the best result so far, which may be its own."""
+    def set_score(self, step: int, best: dict[str, Any] | None, scores: dict[str, float] | None) -> None:
+        """Give the checkpoint of `step`, saved unscored, its scores and the best result so far."""
 
         def write() -> None:
             file = self.ckpt_dir / f"step_{step:08d}" / "state.json"
-            write_json(file, json.loads(file.read_text()) | {"best": best, "is_unscored": False})
+            now = {"best": best, "scores": scores, "is_unscored": False}
+            write_json(file, json.loads(file.read_text()) | now)
             _write_best(self.ckpt_dir, best)
 
         raise_on_all_ranks(lambda: write() if self.session.is_main else None)
@@ -492,8 +506,9 @@ class Saver:
     def _commit(self, temporary: Path, best: dict[str, Any] | None) -> None:
         """What rank 0 does when every rank has written."""
         final = temporary.with_suffix("")
-        state = {"step": self.step, "samples": self.num_samples(), "best": best, "is_unscored": self.is_unscored}
-        write_json(temporary / "state.json", state | {"goodput": self.goodput} | self.facts)
+        state = {"step": self.step, "samples": self.num_samples(), "best": best, "scores": self.scores}
+        state |= {"is_unscored": self.is_unscored, "goodput": self.goodput}
+        write_json(temporary / "state.json", state | self.facts)
         if final.exists():  # and was skipped at the start, so it is damaged
             final.rename(final.with_suffix(f".damaged-{uuid.uuid4().hex[:6]}"))
         os.replace(temporary, final)

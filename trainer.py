@@ -66,6 +66,8 @@ class Progress:
     """The best validation result so far: {"step", "metric", "value"}."""
     is_unscored: bool
     """Whether the evaluation of `step` was broken off, for the next start to do again."""
+    scores: dict[str, float] | None = None
+    """What the evaluation of `step` found; None where there was none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +134,7 @@ def train(
         if result is None:
             return False
         metrics.write(progress.step, result)
+        progress.scores = result
         progress.best = _best_of(progress.step, result, progress.best, cfg.evaluation.best_metric)
         speed.restart()
         return True
@@ -141,7 +144,7 @@ def train(
     with preemption.held():
         batches = iter(train_loader)
     if progress.is_unscored and evaluate_now():  # the run was stopped in the evaluation of the step it goes on from
-        saver.set_score(progress.step, progress.best)
+        saver.set_score(progress.step, progress.best, progress.scores)
 
     session.phases.begin("training")
     hosts_are_together = True  # whether the ranks have just waited for each other
@@ -165,7 +168,7 @@ def train(
                 normalize=normalize,
                 mixup=mixup,
             )
-        progress.step = step
+        progress.step, progress.scores = step, None
         check.note(step, result)
         speed.count(step)
         metrics.bar.update()
@@ -184,7 +187,7 @@ def train(
         hosts_are_together = saves and (is_new_best or is_last_step or _is_due(step, sizes.save_every))
         if hosts_are_together:
             check.stop_if_not_finite()
-            saver.save(step, progress.best)
+            saver.save(step, progress.best, scores=progress.scores)
             speed.restart()
         profiler.step()
 
@@ -192,7 +195,8 @@ def train(
     if session.stop.signal:
         if saves and progress.step > max(resumed.step, saver.step):
             check.stop_if_not_finite()
-            saver.save(progress.step, progress.best, is_unscored=progress.is_unscored)
+            scores = {"scores": progress.scores, "is_unscored": progress.is_unscored}
+            saver.save(progress.step, progress.best, **scores)
         logger.info("stopped after step %d: a rank received %s", progress.step, session.stop.signal.name)
     saver.wait()
     if was_finished:

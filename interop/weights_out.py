@@ -13,6 +13,7 @@ from timm.data.imagenet_info import ImageNetInfo
 from torch import Tensor
 
 from interop import hugging_face
+from interop.model_card import model_card
 from interop.step_weights import StepWeights, read_state
 from runtime.files import write_json
 from runtime.parameter_names import HUGGING_FACE_BLOCK, HUGGING_FACE_REST
@@ -24,7 +25,7 @@ OURS_ALONE |= {"init_head_bias", "freeze", "fused_attn", "implementation", "num_
 
 
 def export_timm(step_folder: Path, target: Path, *, raw: bool = False) -> str:
-    """Write a step folder's weights as timm reads them: model.safetensors, and the config.json it builds from.
+    """Write a step folder's weights as timm reads them: model.safetensors, the config.json it builds from, README.md.
 
     `timm.create_model("local-dir:<target>", pretrained=True)` gives the trained model. `target` is replaced.
 
@@ -48,7 +49,8 @@ def export_timm(step_folder: Path, target: Path, *, raw: bool = False) -> str:
             "checkpoint.init_from and model.representation_size=null"
         )
     weights = StepWeights.of(step_folder, raw=raw)
-    _write_folder(target, weights, dict, {"config.json": _timm_config(state)})
+    config = _timm_config(state)
+    _write_folder(target, weights, dict, {"config.json": config, "README.md": model_card(state, config, weights)})
     return weights.kind
 
 
@@ -193,20 +195,23 @@ def _each_channel(values: list[float], model: dict[str, Any]) -> list[float]:
 def _write_folder(
     target: Path, weights: StepWeights, convert: Callable[[dict[str, Tensor]], dict[str, Tensor]], files: dict[str, Any]
 ) -> None:
-    """model.safetensors and JSON files, in a folder that is whole or not there; a block at a time is in memory.
+    """model.safetensors and small files, in a folder that is whole or not there; a block at a time is in memory.
 
     Args:
         target: folder that is replaced.
         weights: what is written.
         convert: from timm's names and tensors to those of the file, of all or of some.
-        files: name -> content of the JSON files.
+        files: name -> content of the other files: text, or what becomes JSON.
     """
     temporary = target.with_name(target.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     _write_safetensors(temporary / "model.safetensors", weights, convert)
     for name, content in files.items():
-        write_json(temporary / name, content)
+        if isinstance(content, str):
+            (temporary / name).write_text(content)
+        else:
+            write_json(temporary / name, content)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(temporary, target)
 
