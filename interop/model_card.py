@@ -68,7 +68,7 @@ def _images(state: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
     found = config["pretrained_cfg"]
     return {
         "size": "{1} x {2} pixels, channels: {0}".format(*found["input_size"]),
-        "evaluation": f"{found['interpolation']} resize, centre crop of {found['crop_pct']}",
+        "evaluation": f"{found['interpolation']} resize, centre crop, `crop_pct={found['crop_pct']}`",
         "mean, standard deviation": f"{found['mean']}, {found['std']}",
     }
 
@@ -108,11 +108,11 @@ def _settings(value: Any) -> str:
 
 def _accuracy(state: dict[str, Any], weights: StepWeights) -> dict[str, float]:
     """What the evaluation of the step found of these weights: top1, top5, loss and images, what there is of them."""
-    scores = state.get("scores")
-    if scores is None and (best := state.get("best")) and best["step"] == state["step"]:
+    scores: dict[str, Any] = state.get("scores") or {}
+    if not scores and (best := state.get("best")) and best["step"] == state["step"]:
         scores = {best["metric"]: best["value"]}  # of a checkpoint that has no scores of its own
     prefix = "val/ema_" if weights.part == "ema" else "val/"
-    found = {key: (scores or {}).get(f"{prefix}{key}") for key in ("top1", "top5", "loss")}
+    found = {key: scores.get(f"{prefix}{key}") for key in ("top1", "top5", "loss")}
     found = {key: value for key, value in found.items() if value is not None}
     return found | ({"images": scores["val/images"]} if found and "val/images" in scores else {})
 

@@ -92,6 +92,8 @@ def test_all_ranks_stop_at_one_step_and_save_it(lives, place, script, number):
     assert (left["status"]["state"], left["status"]["step"]) == (state, step)
     assert {key: left["saved"][key] for key in left["saved"] if key in saved} == saved
     assert max(map(int, left["saved"]), default=0) == step
+    for key, scores in left["scores"].items():
+        assert (scores is not None) == (int(key) in (3, 4, 6, 9) and not left["saved"][key])
 
 
 @pytest.mark.parametrize(("place", "script"), PLACES)
@@ -108,6 +110,8 @@ def test_stopped_and_resumed_is_straight(lives, place, script):
             assert is_now == pytest.approx(was, rel=1e-2)
     if place == "cpu":
         assert_same(weights(folder, f"{script}-life"), weights(folder, f"{script}-straight"))
+    state = json.loads((folder / f"{script}-life/checkpoints/step_00000009/state.json").read_text())
+    assert state["scores"] == {key: life[9][key] for key in (*RAN[3:], "val/images")}
     log = (folder / f"{script}-life/train.log").read_text()
     for step in (2, 3, 4, 6, 9):
         assert log.count(f"step {step}: saved in") == 1, log

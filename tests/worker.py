@@ -336,7 +336,7 @@ def two_signals_to_rank_0_in_the_first_save(cfg):
 
 
 def look(cfg):
-    """What a run left: its status, and step -> whether its score is missing, for each checkpoint."""
+    """What a run left: its status, and of each checkpoint, by step, whether its score is missing, and the scores."""
     output_dir = Path(cfg.output_dir)
     if not (output_dir / "status.json").exists():
         return {}
@@ -344,6 +344,7 @@ def look(cfg):
     return {
         "status": json.loads((output_dir / "status.json").read_text()),
         "saved": {state["step"]: state["is_unscored"] for state in saved},
+        "scores": {state["step"]: state["scores"] for state in saved},
     }
 
 
