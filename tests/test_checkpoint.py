@@ -64,6 +64,7 @@ def saved(image_folder, tmp_path_factory):
             tasks.append(task(f"straight-{script}", script))
         if nproc == 2:
             every = ["checkpoint.save_every_n_steps=1", "checkpoint.max_checkpoints=null", "data.num_workers=0"]
+            every.append("evaluation.every_n_steps=4")
             for script in CPU_SCRIPTS:
                 for way in ("false", "true"):
                     options = [*every, f"checkpoint.async_save={way}"]
@@ -144,8 +145,12 @@ def test_init_from_is_not_resume(saved, resumed, nproc, script):
 
 @pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_async_saves_hold_their_steps_weights(saved, script):
-    """A save every step, training going on meanwhile, and the process ends right after the last one."""
+    """A save every step, training going on meanwhile, and the process ends right after the last one.
+
+    And its scores, where it was evaluated.
+    """
     _, folder = saved(2)
+    metrics = read_metrics(folder / f"async-true-{script}")
     assert column(folder, f"async-true-{script}", "train/loss") == column(folder, f"async-false-{script}", "train/loss")
     for step in range(1, 7):
         loaded = []
@@ -155,6 +160,9 @@ def test_async_saves_hold_their_steps_weights(saved, script):
             state = {key: torch.full(entry.size, torch.nan) for key, entry in entries.items()}
             dcp.load(state, checkpoint_id=at, no_dist=True)
             loaded.append(state)
+            scores = {key: value for key, value in metrics[step].items() if key.startswith("val/")}
+            assert bool(scores) == (step in (4, 6))
+            assert json.loads((at / "state.json").read_text())["scores"] == (scores or None)
         assert_same(*loaded)
         assert not any(tensor.isnan().any() for tensor in loaded[0].values())
     assert_same(weights(folder, f"async-true-{script}"), weights(folder, f"async-false-{script}"))

@@ -115,7 +115,7 @@ class Altered(torch.nn.Module):
         return torch.where(is_white, self.change(self.model(images)), self.model(images))
 
 
-@pytest.mark.parametrize("change", [lambda logits: logits * (1 + 2e-4), lambda logits: logits / 0])
+@pytest.mark.parametrize("change", [lambda logits: logits * (1 + 2e-4), lambda logits: logits * torch.nan])
 def test_what_computes_otherwise_is_refused_and_not_there(model, tmp_path, monkeypatch, capsys, change):
     """By the name of the first image that differs."""
     folder, output = tmp_path / "images", tmp_path / "out/model.pt2"
@@ -135,8 +135,25 @@ def test_what_computes_otherwise_is_refused_and_not_there(model, tmp_path, monke
     assert list(output.parent.iterdir()) == []
 
 
+def test_images_are_checked_in_batches_and_alone(model, image_folder):
+    built, config = infer.load_model(model)
+    images, reader = export.images_of([image_folder / "val"], built), infer.Reader(built, config)
+    sizes = []
+
+    def exported(pixels, wrong_for):
+        sizes.append(len(pixels))
+        return built(pixels) + (len(pixels) == wrong_for)
+
+    assert export.compare(built, lambda pixels: exported(pixels, None), images, reader) < 1e-5
+    assert sizes == [5, 1, 1, 1, 1, 1] * 4 + [3]
+    for number, image in ((1, 0), (3, 20), (5, 0)):
+        with pytest.raises(export.RunError, match=f"in a batch of {number}; at most") as caught:
+            export.compare(built, lambda pixels, number=number: exported(pixels, number), images, reader)
+        assert str(caught.value).startswith(f"{images[image][0]}: the exported file's logits differ by ")
+
+
 def test_the_top_1_must_be_the_same():
-    """Also where the logits differ by less than is allowed."""
+    """Where the logits differ by less than is allowed, too."""
     images = [("a", bytes), ("b", bytes)]
     want = torch.tensor([[1.0, 0.5], [1.0, 1.00001]])
     assert export._difference(images, want, want.clone(), "a batch of 2") == 0

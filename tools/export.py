@@ -38,7 +38,7 @@ from schema import ConfigError, RunError
 Image = tuple[str, Callable[[], bytes]]  # its name, and a way to read it
 Logits = Callable[[torch.Tensor], torch.Tensor]
 SETTINGS = "settings.json"
-TOLERANCE = 1e-4  # of an image's logits, over the largest of them; float32 in another order of sums gives about 1e-6
+TOLERANCE = 1e-4  # of an image's logits, over the largest of them; sums in another order give a few 1e-6
 FEWEST, MOST, BATCH, ALONE = 16, 256, 5, 20  # images of a check
 ONE_FILE = 1_900_000_000  # bytes of weights that an ONNX file holds itself: protobuf ends at 2 GiB
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
