@@ -291,23 +291,8 @@ class Loader(DataLoader):
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         batches = super().__iter__()  # its workers start now, not at the first batch
-        self._name_this_rank()
+        _name_this_rank(self.cfg.data)
         return self._readable(batches)
-
-    def _name_this_rank(self) -> None:
-        """Torch's handler of SIGCHLD raises where the loop happens to be when a worker is killed: as our error, too."""
-        handler = signal.getsignal(signal.SIGCHLD)
-        if not callable(handler) or hasattr(handler, "names_this_rank"):
-            return
-
-        def named(*args: Any) -> None:
-            try:
-                handler(*args)
-            except RuntimeError as error:
-                raise self._no_batch(error) from error
-
-        vars(named)["names_this_rank"] = True
-        signal.signal(signal.SIGCHLD, named)
 
     def _readable(self, batches: Iterator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         while True:
@@ -320,19 +305,10 @@ class Loader(DataLoader):
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader"):
                     raise
-                raise self._no_batch(error) from error
+                raise _no_batch(error, self.cfg.data) from error
             for text in failures:
                 self._report(text)
             yield images, labels
-
-    def _no_batch(self, error: RuntimeError) -> RankError:
-        """Torch's words for a worker that was killed, or for one that sends nothing, as our error."""
-        reason = str(error).splitlines()[0].rstrip(". ")
-        return RankError(
-            f"no batch came from the loader processes: {reason}; see the lines above, `dmesg` where memory ran "
-            f"out, data.num_workers={self.cfg.data.num_workers} and "
-            f"data.worker_timeout_s={self.cfg.data.worker_timeout_s}"
-        )
 
     def _report(self, text: str) -> None:
         if text in self.unreadable:
@@ -341,6 +317,34 @@ class Loader(DataLoader):
         if len(self.unreadable) > self.cfg.data.max_errors:
             raise UnreadableError(f"{text}; more than data.max_errors={self.cfg.data.max_errors} images cannot be read")
         logger.warning("%s; left out (%d so far)", text, len(self.unreadable))
+
+
+def _name_this_rank(cfg: DataConfig) -> None:
+    """Torch's handler of SIGCHLD raises where the loop happens to be when a worker is killed: as our error, too.
+
+    It outlives the loader, and so must not hold it: its workers would live on.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    if not callable(handler) or hasattr(handler, "names_this_rank"):
+        return
+
+    def named(*args: Any) -> None:
+        try:
+            handler(*args)
+        except RuntimeError as error:
+            raise _no_batch(error, cfg) from error
+
+    vars(named)["names_this_rank"] = True
+    signal.signal(signal.SIGCHLD, named)
+
+
+def _no_batch(error: RuntimeError, cfg: DataConfig) -> RankError:
+    """Torch's words for a worker that was killed, or for one that sends nothing, as our error."""
+    reason = str(error).splitlines()[0].rstrip(". ")
+    return RankError(
+        f"no batch came from the loader processes: {reason}; see the lines above, `dmesg` where memory ran out, "
+        f"data.num_workers={cfg.num_workers} and data.worker_timeout_s={cfg.worker_timeout_s}"
+    )
 
 
 def build_loaders(
