@@ -596,7 +596,7 @@ class DistributedConfig:
     """Seconds without progress or any sign of life, 20 say, after which the ranks that hang are named and the run ends;
     null = never. A debugger that stops a rank looks like a hang."""
     slow_rank_factor: Annotated[float, Field(gt=1)] | None
-    """Work of a rank in a step, over the median rank's, from which on it is named as slow; null = never."""
+    """Work of a rank in a step, over the median rank's, 1.5 say, from which on it is named as slow; null = never."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -229,12 +229,12 @@ class Watch:
                     self.alive_at, self.verdict = now, None
                     self.seen = {rank: (beat, now) for rank, (beat, _) in self.seen.items()}
                 looked_at = now
-                frame, waits = self._look()
+                where, waits = self._look()
                 if self.session.phases.name in ("training", "waiting"):
                     self.looks.append(None if waits else self.session.phases.name)
-                if now >= due and frame is not None:
+                if now >= due and where is not None:
                     due = now + BEAT_S
-                    self._exchange(self._beat(frame, waits))
+                    self._exchange(self._beat(where, waits))
             if self.store is not None:
                 self.store.set(f"watch/{self.session.rank}", "over")
         except RuntimeError:  # the store is gone, and with it the torchrun that ends this job
@@ -258,8 +258,11 @@ class Watch:
                     speaks=self.session.rank == self.session.world_size - 1,
                 )
 
-    def _look(self) -> tuple[FrameType | None, bool]:
-        """The innermost frame of the loop, or of the thread that writes a checkpoint while the loop waits for that."""
+    def _look(self) -> tuple[str | None, bool]:
+        """Where the loop is, or the thread that writes a checkpoint while the loop waits for that; whether it waits.
+
+        No frame is kept: it would keep its variables, an update's gradients among them.
+        """
         frames = sys._current_frames()
         frame = frames.get(self.loop or 0)
         if self.session.phases.name == "saving":
@@ -268,9 +271,11 @@ class Watch:
                 is_idle = other is None or other.f_code.co_filename.endswith("concurrent/futures/thread.py")
                 if thread.name.startswith("checkpoint") and not is_idle:
                     frame = other
-        return frame, frame is not None and self.session.world_size > 1 and waits_for_others(frame)
+        if frame is None:
+            return None, False
+        return line_of(frame), self.session.world_size > 1 and waits_for_others(frame)
 
-    def _beat(self, frame: FrameType, waits: bool) -> Beat:
+    def _beat(self, where: str, waits: bool) -> Beat:
         phases, now = self.session.phases, time.monotonic()
         name, count, allowance_s = phases.name, phases.count, phases.allowance_s
         if count != self.count:
@@ -290,7 +295,7 @@ class Watch:
             name,
             phases.step,
             count,
-            line_of(frame),
+            where,
             round(max(still_s, now - phases.since if is_stuck else 0.0), 1),
             waits,
             is_stuck,

@@ -186,6 +186,7 @@ def event(kind: str, script: str, rng: random.Random, folder: Path, images: Path
     overrides += [f"num_train_steps={STEPS.get(kind, 40 if kind in LIVES else 10**5)}", "logger.frequency=20"]
     overrides += [
         f"distributed.hang_timeout_s={timeout_s}",
+        "distributed.slow_rank_factor=1.5",
         f"checkpoint.async_save={str(kind == 'async save').lower()}",
     ]
     saves = "save" in kind or kind == "process stopped"
