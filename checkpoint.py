@@ -56,8 +56,8 @@ from schema import Config, ConfigError, EmaConfig, RunError, RunSizes, to_plain
 logger = logging.getLogger(__name__)
 # Options of the model that change no weight and no logit in evaluation: a resumed run may change them.
 FREE_OPTIONS = {f"{where}drop_rate" for where in ("", "pos_", "patch_", "proj_", "attn_")}
-SLOWEST_DISK = 20e6  # bytes a second: a save that shows no sign of life for longer hangs
 FREE_OPTIONS |= {"drop_path_rate", "drop_path_schedule", "init_head_bias", "implementation", "transformer_engine"}
+SLOWEST_DISK = 20e6  # bytes a second: a save that shows no sign of life for longer hangs
 # What of the config final_model's README.md tells, besides what state.json has for a resume.
 RECIPE = ("optimizer", "lr_scheduler", "max_grad_norm", "loss", "ema", "precision")
 

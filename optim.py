@@ -301,7 +301,7 @@ class Muon(AdamW):
 
 def orthogonal_together(matrices: torch.Tensor) -> torch.Tensor:
     """`orthogonal` of matrices that all ranks have, each rank doing its share of them."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return orthogonal(matrices)
     ranks, number = dist.get_world_size(), len(matrices)
     share = -(-number // ranks)

@@ -15,7 +15,8 @@ run_tests() {
     local name=$1 limit=$2
     shift 2
     timeout -k 10 "$limit" python -m pytest -o addopts="-ra --timeout $limit" "$@" >"$files/$name.log" 2>&1
-    echo "$name: $(grep -E '^=+ .*(passed|failed|error)' "$files/$name.log" | tail -1) (code $?)" | tee -a "$files/summary.txt"
+    local code=$?
+    echo "$name: code $code $(grep -E '^=+ .*(passed|failed|error)' "$files/$name.log" | tail -1)" | tee -a "$files/summary.txt"
 }
 
 # train NAME SECONDS SCRIPTS OVERRIDES: benchmark.py train on both GPUs

@@ -52,9 +52,8 @@ class Fp8Statistics:
     def __init__(self, model: nn.Module, cfg: Config, session: Session) -> None:
         self.every = cfg.fp8_config.log_statistics_every_n_steps if cfg.fp8_config.enabled else None
         self.session = session
-        self.recomputes = (
-            cfg.activation_checkpointing is True
-        )  # selective: the MLP itself does, not through its forward
+        # Whole blocks; with selective an MLP recomputes by itself, not through its forward.
+        self.recomputes = cfg.activation_checkpointing is True
         self.found: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}  # layer, operand -> amax, counts
         self.inputs: dict[str, torch.Tensor] = {}  # of the MLPs, and the gradients of their outputs
         self.gradients: dict[str, torch.Tensor] = {}
