@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 import schema
 from imagenet_dataset import build_loaders, list_images, run_sizes
 from optim import lr_at
+from runtime import preemption
 from runtime.session import Session
 
 SCRIPTS = ("train_ddp", "train_fsdp2", "train_mfsdp")
@@ -102,10 +103,13 @@ def nproc(request):
 
 @pytest.fixture(autouse=True)
 def handlers_of_one_test():
-    """A run in the test's own process sets up logging; the next test shall not hear of it."""
+    """A run in the test's own process sets up logging and signals; the next test shall not hear of it."""
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
+    signals = {number: signal.getsignal(number) for number in preemption.SIGNALS}
     yield
+    for number, handler in signals.items():  # a tool ends deaf to them, and processes started later would begin so
+        signal.signal(number, handler)
     for handler in [handler for handler in root.handlers if handler not in before]:
         root.removeHandler(handler)
     root.setLevel(level)
