@@ -1,0 +1,97 @@
+"""runtime/bucket.py on a real S3 server that fails, cuts and delays."""
+
+import os
+import random
+
+import pytest
+
+pytest.importorskip("boto3")
+pytest.importorskip("moto")
+
+from bucket_server import serving
+
+from runtime.bucket import Bucket, BucketError, NoObjectError
+from schema import ConfigError
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server")) as server, pytest.MonkeyPatch.context() as patch:
+        for key, value in server.environment.items():
+            patch.setenv(key, value)
+        yield server
+
+
+@pytest.fixture
+def bucket(server, request):
+    server.set()
+    return Bucket.of(f"s3://bucket/{request.node.name}/")
+
+
+def test_objects_are_as_files_below_the_prefix(bucket, tmp_path):
+    bucket.put("a/one", b"0123456789")
+    (tmp_path / "file").write_bytes(b"x" * 20_000_000)  # large enough for parts
+    bucket.upload(tmp_path / "file", "a/two")
+    Bucket.of(f"{bucket}-not").put("three", b"")
+    assert bucket.get("a/one") == b"0123456789"
+    assert bucket.get("a/one", 2, 3) == b"234"
+    assert bucket.get("a/one", 8, 9) == b"89"
+    assert bucket.get("a/one", 10, 5) == bucket.get("a/one", 0, 0) == b""
+    assert {key: stored.size for key, stored in bucket.list("a").items()} == {"a/one": 10, "a/two": 20_000_000}
+    assert list(bucket.list()) == ["a/one", "a/two"]
+    bucket.download("a/two", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == (tmp_path / "file").read_bytes()
+    etag = bucket.list()["a/one"].etag
+    assert bucket.get("a/one", 1, 1, etag=etag) == b"1"
+    bucket.put("a/one", b"new")
+    with pytest.raises(BucketError) as caught:
+        bucket.get("a/one", 1, 1, etag=etag)
+    assert caught.value.code == "PreconditionFailed"
+    bucket.delete([*bucket.list(), "not there"])
+    assert bucket.list() == {}
+
+
+def test_what_is_there_is_not_created_again(bucket):
+    assert bucket.create("manifest", b"ours")
+    assert bucket.create("manifest", b"ours")  # as after an answer that was lost
+    assert not bucket.create("manifest", b"theirs")
+    assert bucket.get("manifest") == b"ours"
+
+
+def test_a_fork_makes_its_own_connections(bucket):
+    bucket.put("one", b"1")
+    if (child := os.fork()) == 0:
+        os._exit(0 if bucket.get("one") == b"1" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bucket.get("one") == b"1"
+
+
+def test_faults_change_nothing(bucket, server, tmp_path):
+    """A third of the requests goes wrong: every byte is right all the same, and nothing is reported."""
+    server.set(fail=0.12, cut=0.12, delay=0.12, delay_s=0.05)
+    content = random.Random(0).randbytes(3_000_000)
+    (tmp_path / "file").write_bytes(content * 4)
+    bucket.upload(tmp_path / "file", "large")
+    for number in range(20):
+        bucket.put(f"{number}", content[number:1000])
+        assert bucket.get(f"{number}") == content[number:1000]
+        assert bucket.create(f"c{number}", content[number:1000])
+        assert bucket.get("large", number * 1000, 2_000_000) == (content * 4)[number * 1000 :][:2_000_000]
+    bucket.download("large", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == content * 4
+    assert len(bucket.list()) == 41
+    bucket.delete(bucket.list())
+    assert not bucket.list()
+    counts = server.counts()
+    assert min(counts["faults"].values()) > 5, counts
+
+
+def test_errors_are_one_line_with_the_object(bucket, monkeypatch):
+    with pytest.raises(NoObjectError) as caught:
+        bucket.get("nothing")
+    assert str(caught.value) == f"{bucket}/nothing: NoSuchKey"
+    with pytest.raises(BucketError, match=r"^s3://other/x/: NoSuchBucket$"):
+        Bucket.of("s3://other/x").list()
+    for url in ("s3://", "s3:///x", "bucket/x"):
+        with pytest.raises(ConfigError, match="names no bucket: write s3://bucket/prefix"):
+            Bucket.of(url)
