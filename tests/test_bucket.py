@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ pytest.importorskip("moto")
 
 from bucket_server import serving
 
+from runtime import bucket as module
 from runtime.bucket import Bucket, BucketError, NoObjectError
 from schema import ConfigError
 
@@ -95,3 +97,25 @@ def test_errors_are_one_line_with_the_object(bucket, monkeypatch):
     for url in ("s3://", "s3:///x", "bucket/x"):
         with pytest.raises(ConfigError, match="names no bucket: write s3://bucket/prefix"):
             Bucket.of(url)
+
+
+@pytest.mark.parametrize("faults", [{"fail": 1.0}, {"cut": 1.0}])
+def test_what_goes_wrong_each_time_is_said_in_one_line(faults, bucket, server, monkeypatch, tmp_path):
+    bucket.put("one", b"0123456789")
+    (tmp_path / "file").write_bytes(b"x")
+    monkeypatch.setattr(module, "ATTEMPTS", 2)
+    module._client.cache_clear()
+    server.set(**faults)
+    reads = [lambda: bucket.get("one"), lambda: bucket.download("one", tmp_path / "back"), lambda: bucket.list()]
+    writes = [
+        lambda: bucket.put("one", b"2"),
+        lambda: bucket.create("two", b"2"),
+        lambda: bucket.upload(tmp_path / "file", "one"),
+        lambda: bucket.delete(["one"]),
+    ]
+    for call in reads + (writes if "fail" in faults else []):  # an answer that is cut may have had no more to say
+        with pytest.raises(BucketError, match=rf"^{re.escape(str(bucket))}.*: .+") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    monkeypatch.undo()
+    module._client.cache_clear()
