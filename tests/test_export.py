@@ -77,6 +77,7 @@ def test_a_program_of_torch_computes_the_models_logits(model, trained_run, image
     torch.testing.assert_close(found(pixels(3)), want(pixels(3)), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [export.ONE_FILE, 0])
 @torch.no_grad()
 def test_an_onnx_file_computes_the_models_logits(model, image_folder, tmp_path, monkeypatch, capsys, largest):
