@@ -5,6 +5,8 @@
     <ckpt_dir>/best.json           step and value of the best validation metric; pruning spares that step
     <ckpt_dir>/final_model/        model.safetensors with timm's names, config.json that timm builds from, a model card
 
+ckpt_dir is a folder that all nodes share, or s3://bucket/prefix; what differs is in runtime/checkpoint_places.py.
+
 One key space for all strategies: `model.<timm name>` and `optim.<timm name>.<exp_avg | exp_avg_sq | step>` (SGD:
 `momentum_buffer`; frozen tensors have none); with EMA `ema.<timm name>`; with FP8's delayed scaling
 `fp8.<layer>.<scale | amax_history>_<fwd | bwd>`. A run with other settings of EMA or FP8 does without those two. The
@@ -23,7 +25,6 @@ import concurrent.futures
 import dataclasses
 import json
 import logging
-import os
 import pickle
 import shutil
 import sys
@@ -42,14 +43,14 @@ from torch.distributed.tensor import DTensor
 
 from interop import weights_in, weights_out
 from interop.dcp_reader import Reader
-from interop.step_weights import DATA_SETTINGS, stored_tensors
+from interop.step_weights import DATA_SETTINGS, reading, stored_tensors
 from optim import Ema
+from runtime.bucket import BucketError, is_bucket
+from runtime.checkpoint_places import Folder, Found, fetched, gib, place_of
 from runtime.collectives import from_rank_0, raise_on_all_ranks
-from runtime.files import write_json
 from runtime.parameter_names import timm_name
 from runtime.run_folder import set_status
 from runtime.session import Session
-from runtime.step_folders import STEP_FOLDER, step_folders
 from runtime.tensors import chunks_of, describe, local_slice, to_local
 from schema import Config, ConfigError, EmaConfig, RunError, RunSizes, to_plain
 
@@ -137,10 +138,13 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
         ConfigError: the folder cannot take checkpoints; the checkpoint is of another model, another class list or
             another optimizer, or was tampered with; `init_from` does not fit the model.
     """
-    if cfg.checkpoint.ckpt_dir is not None:
-        _preflight(state, Path(cfg.checkpoint.ckpt_dir), session)
-    found = from_rank_0(raise_on_all_ranks(lambda: _find(cfg, session) if session.is_main else None, error=ConfigError))
-    if found is None:
+    place = None if cfg.checkpoint.ckpt_dir is None else place_of(cfg.checkpoint, session.rank)
+    found = None
+    if place is not None:
+        place.check(state.num_bytes(), session)
+        newest = raise_on_all_ranks(lambda: _find(place, cfg, session) if session.is_main else None, error=ConfigError)
+        found = from_rank_0(newest)
+    if place is None or found is None:
         if (source := cfg.checkpoint.init_from) is not None:
             raise_on_all_ranks(lambda: _init_from(source, state, cfg, sizes), error=ConfigError)
             if state.ema:
@@ -148,34 +152,37 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
         session.phases.place(0, None)
         return Resumed(0, from_rank_0(uuid.uuid4().hex[:12]), None)
 
-    folder, saved = found
+    folder, saved = raise_on_all_ranks(lambda: place.opened(found), error=ConfigError), found.state
     tensors = state.tensors(saved["step"])
     entries = stored_tensors(folder)
     stored = {key: tuple(entry.size) for key, entry in entries.items()}
     has_ema = any(key.startswith("ema.") for key in stored)
     if state.ema and not has_ema:
         del tensors["ema"]
-        logger.info("%s has no moving average: it starts at the weights of step %d", folder, saved["step"])
+        logger.info("%s has no moving average: it starts at the weights of step %d", found.name, saved["step"])
     elif has_ema and not state.ema:
-        logger.info("%s has a moving average, which ema.decay=null ignores", folder)
-    _check_same(saved, stored, tensors, folder, cfg, sizes)
+        logger.info("%s has a moving average, which ema.decay=null ignores", found.name)
+    _check_same(saved, stored, tensors, found.name, cfg, sizes)
     if "fp8" in tensors and (absent := _absent_scaling(saved, stored, state.scaling, cfg)):
         tensors["fp8"] = {name: tensor for name, tensor in state.scaling.items() if name not in absent}
         layers = sorted({name.rpartition(".")[0] for name in absent})
         logger.warning(
             "%s has no scales of this FP8 recipe for %d layers (%s, ...): they are found anew in the first steps",
-            *(folder, len(layers), layers[0]),
+            *(found.name, len(layers), layers[0]),
         )
     for dtype, into in _conversions({key: entry.properties.dtype for key, entry in entries.items()}, tensors["optim"]):
-        logger.info("%s has the optimizer's state in %s, which this run keeps in %s: converted", folder, dtype, into)
-    dcp.load(tensors, storage_reader=Reader(folder))
+        logger.info(
+            "%s has the optimizer's state in %s, which this run keeps in %s: converted", found.name, dtype, into
+        )
+    with reading(found.name):
+        dcp.load(tensors, storage_reader=Reader(folder, lambda names: place.fetch(found, names)))
     state.after_load()
     if state.ema and not has_ema:
         state.ema.restart()
     if session.is_main:
-        _write_best(folder.parent, saved["best"])
+        place.write_best(saved["best"])
     session.phases.place(saved["step"], saved.get("goodput"))
-    logger.info("resumed from %s (step %d)", folder, saved["step"])
+    logger.info("resumed from %s (step %d)", found.name, saved["step"])
     for line in _stream_changes(saved, cfg, sizes):
         logger.warning("%s", line)
     is_unscored = saved.get("is_unscored", False)
@@ -214,53 +221,10 @@ def _stream_changes(saved: dict[str, Any], cfg: Config, sizes: RunSizes) -> list
     return lines
 
 
-def _preflight(state: TrainState, ckpt_dir: Path, session: Session) -> None:
-    """Refuse a folder that could not take a checkpoint, before the first step rather than at the first save."""
-    name = f".preflight-{from_rank_0(uuid.uuid4().hex)}"
-    key = f"checkpoint.ckpt_dir={ckpt_dir}"
-
-    def write() -> None:
-        if not session.is_main:
-            return
-        try:
-            ckpt_dir.mkdir(parents=True, exist_ok=True)
-            for left in ckpt_dir.glob(".preflight-*"):  # by a run that was killed right here
-                left.unlink()
-            (ckpt_dir / name).touch()
-        except OSError as error:
-            raise ConfigError(f"{key} cannot be written to ({error.strerror}): give another folder") from None
-        needed, free = state.num_bytes(), shutil.disk_usage(ckpt_dir).free
-        if free < needed:
-            (ckpt_dir / name).unlink()
-            raise ConfigError(
-                f"{key} has {_gib(free)} free, a checkpoint takes {_gib(needed)}: make room or give another folder"
-            )
-
-    def read() -> None:
-        deadline = time.monotonic() + 10  # a network file system may show a new file late
-        while not (ckpt_dir / name).exists():
-            if time.monotonic() < deadline:
-                time.sleep(0.1)
-                continue
-            raise ConfigError(
-                f"{key} is not the same folder on every node: rank {session.rank} does not see rank 0's file; "
-                "give a folder on a shared file system"
-            )
-
-    raise_on_all_ranks(write, error=ConfigError)
-    try:
-        raise_on_all_ranks(read, error=ConfigError)
-    finally:
-        if session.is_main:
-            (ckpt_dir / name).unlink()
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"
-
-
 def _init_from(name: str, state: TrainState, cfg: Config, sizes: RunSizes) -> None:
     """Copy this rank's part of somebody's weights into the model; the optimizer stays at zero."""
+    if is_bucket(name):
+        name = str(fetched(name, Path(cfg.checkpoint.local_dir) / "init_from"))
     source = weights_in.read(name)
     shapes = {name: weight.shape for name, weight in state.weights.items()}
     tensors, fresh = weights_in.fit(source, cfg.model, shapes, sizes.classes)
@@ -274,32 +238,34 @@ def _init_from(name: str, state: TrainState, cfg: Config, sizes: RunSizes) -> No
         logger.warning("these weights were evaluated with %s, this run does otherwise", " ".join(others))
 
 
-def _find(cfg: Config, session: Session) -> tuple[Path, dict[str, Any]] | None:
-    """Rank 0's decision: the newest checkpoint that is whole, and its state.json.
+def _find(place: Folder, cfg: Config, session: Session) -> Found | None:
+    """Rank 0's decision: the newest checkpoint that is whole.
 
     Raises:
         ConfigError: a checkpoint's index was tampered with.
     """
-    if cfg.checkpoint.ckpt_dir is None:
-        return None
-    ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
     if not cfg.checkpoint.resume_from_checkpoint and not session.is_restart:
-        _set_aside(ckpt_dir)
+        place.set_aside()
         return None
-    complete = step_folders(ckpt_dir)
-    for folder in sorted(ckpt_dir.glob("step_*")):
-        if folder not in complete.values():
-            logger.warning("skipping %s: not a complete checkpoint", folder)
-    for step in sorted(complete, reverse=True):
-        if problem := _problem(complete[step]):
-            logger.warning("skipping %s: %s", complete[step], problem)
+    for name in place.incomplete():
+        logger.warning("skipping %s: not a complete checkpoint", name)
+    for step in reversed(place.steps()):
+        found = place.find(step)
+        if problem := found if isinstance(found, str) else _problem(place.opened(found), found.sizes):
+            logger.warning("skipping %s/step_%08d: %s", place, step, problem)
         else:
-            return complete[step], json.loads((complete[step] / "state.json").read_text())
+            assert isinstance(found, Found)
+            return found
     return None
 
 
-def _problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint whose files are there: an index that cannot be read, a file cut short."""
+def _problem(folder: Path, sizes: dict[str, int] | None = None) -> str | None:
+    """What is wrong with a checkpoint whose files are there: an index that cannot be read, a file cut short.
+
+    Args:
+        folder: with the index and state.json.
+        sizes: of all files, in bytes, where the others are elsewhere.
+    """
     try:
         json.loads((folder / "state.json").read_text())["best"]
         metadata = Reader(folder).read_metadata()
@@ -307,14 +273,13 @@ def _problem(folder: Path) -> str | None:
         raise
     except (OSError, EOFError, ValueError, LookupError, AttributeError, TypeError, pickle.UnpicklingError) as error:
         return f"its index cannot be read ({type(error).__name__}: {error})"
-    ends: dict[str, int] = {}
+    if sizes is None:
+        sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     for place in metadata.storage_data.values():
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    for name, end in ends.items():
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        if (folder / name).stat().st_size < end:
-            return f"{name} is cut short"
+        if place.relative_path not in sizes:
+            return f"{place.relative_path} is missing"
+        if sizes[place.relative_path] < place.offset + place.length:
+            return f"{place.relative_path} is cut short"
     return None
 
 
@@ -322,7 +287,7 @@ def _check_same(
     saved: dict[str, Any],
     stored: dict[str, tuple[int, ...]],
     tensors: dict[str, Any],
-    folder: Path,
+    name: str,
     cfg: Config,
     sizes: RunSizes,
 ) -> None:
@@ -330,25 +295,25 @@ def _check_same(
     advice = "use that config, another output_dir, or checkpoint.resume_from_checkpoint=false"
     for key, value in to_plain(cfg)["model"].items():
         if key not in FREE_OPTIONS and saved["model"].get(key) != value:
-            raise ConfigError(f"{folder} was written with model.{key}={saved['model'].get(key)}, not {value}: {advice}")
+            raise ConfigError(f"{name} was written with model.{key}={saved['model'].get(key)}, not {value}: {advice}")
     if saved["classes"] != list(sizes.classes):
-        raise ConfigError(f"{folder} was written with another list of classes than data.path={cfg.data.path}: {advice}")
+        raise ConfigError(f"{name} was written with another list of classes than data.path={cfg.data.path}: {advice}")
     if saved["optimizer"] != cfg.optimizer.name:
         raise ConfigError(
-            f"{folder} was written with optimizer.name={saved['optimizer']}, not {cfg.optimizer.name}: {advice}"
+            f"{name} was written with optimizer.name={saved['optimizer']}, not {cfg.optimizer.name}: {advice}"
         )
     ignored = ("fp8.",) if "ema" in tensors else ("fp8.", "ema.")
     stored = {key: shape for key, shape in stored.items() if not key.startswith(ignored)}
     wanted = {
-        f"{part}.{name}": tuple(weight.shape)
+        f"{part}.{weight_name}": tuple(weight.shape)
         for part in ("model", "ema")
-        for name, weight in tensors.get(part, {}).items()
+        for weight_name, weight in tensors.get(part, {}).items()
     }
-    for name, entries in tensors["optim"].items():
-        wanted |= {f"optim.{name}.{key}": tuple(value.shape) for key, value in entries.items()}
+    for weight_name, entries in tensors["optim"].items():
+        wanted |= {f"optim.{weight_name}.{key}": tuple(value.shape) for key, value in entries.items()}
     for key in sorted(stored.keys() | wanted.keys()):
         if stored.get(key) != wanted.get(key):
-            raise ConfigError(f"{folder}: {key} is {stored.get(key)} there and {wanted.get(key)} in this run: {advice}")
+            raise ConfigError(f"{name}: {key} is {stored.get(key)} there and {wanted.get(key)} in this run: {advice}")
 
 
 def _conversions(
@@ -375,7 +340,7 @@ def _absent_scaling(
 
 
 class Saver:
-    """Writes checkpoints: under a temporary name, renamed by rank 0 once every rank has written, then prunes.
+    """Writes checkpoints: all ranks their parts, then rank 0 what makes it complete, then prunes.
 
     With checkpoint.async_save only a copy to host memory (pinned, where there is CUDA) holds up the training; a thread
     writes it, one checkpoint at a time. That takes host memory of the size of a rank's part of a checkpoint.
@@ -388,7 +353,8 @@ class Saver:
         self.group: dist.ProcessGroup | None = None  # None: the job's own
         if cfg.checkpoint.ckpt_dir is None:
             return
-        self.ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
+        self.place = place_of(cfg.checkpoint, session.rank)
+        self.place.claim()
         self.allowance_s = state.num_bytes() / sizes.world_size / SLOWEST_DISK
         self.facts = {
             "run_id": resumed.run_id,
@@ -440,23 +406,20 @@ class Saver:
         started = time.perf_counter()
         self.goodput = self.session.phases.totals()
         self.step, self.scores, self.is_unscored = step, scores, is_unscored
-        temporary = self.ckpt_dir / f"step_{step:08d}.tmp"
 
-        def prepare() -> None:
+        def prepare() -> Path:
             # A run that was asked to stop saves all the same: it holds the folder's lock, and this is its last save.
             if self.session.is_orphan and not self.session.stop.signal:
                 raise RunError(f"torchrun is gone: stopping before the save of step {step}; start the run again")
-            if self.session.is_main:
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
+            return self.place.begin(step)
 
-        raise_on_all_ranks(prepare)
+        folder = raise_on_all_ranks(prepare)
         tensors = self.state.tensors(step)
         if self.cfg.checkpoint.async_save:
             _copy(tensors, self.copies)
-            self.in_flight = self.thread.submit(self._write, self.copies, temporary, best)
+            self.in_flight = self.thread.submit(self._write, self.copies, folder, best)
         else:
-            self._write(tensors, temporary, best)
+            self._write(tensors, folder, best)
             set_status(self.session, "running", step)
         how = "copied, to be written" if self.in_flight else "saved"
         waited = f", after {started - asked:.3f} s for the one before" if started - asked > 1e-3 else ""
@@ -466,10 +429,8 @@ class Saver:
         """Give the checkpoint of `step`, saved unscored, its scores and the best result so far."""
 
         def write() -> None:
-            file = self.ckpt_dir / f"step_{step:08d}" / "state.json"
-            now = {"best": best, "scores": scores, "is_unscored": False}
-            write_json(file, json.loads(file.read_text()) | now)
-            _write_best(self.ckpt_dir, best)
+            self.place.update(step, {"best": best, "scores": scores, "is_unscored": False})
+            self.place.write_best(best)
 
         raise_on_all_ranks(lambda: write() if self.session.is_main else None)
 
@@ -485,58 +446,41 @@ class Saver:
                 written.result()
             set_status(self.session, "running", self.step)
 
-    def _write(self, tensors: dict[str, Any], temporary: Path, best: dict[str, Any] | None) -> None:
+    def _write(self, tensors: dict[str, Any], folder: Path, best: dict[str, Any] | None) -> None:
         try:
-            dcp.save(tensors, checkpoint_id=temporary, process_group=self.group)
+            dcp.save(tensors, checkpoint_id=folder, process_group=self.group)
+            parts = self.place.collect(folder, self.group)
             raise_on_all_ranks(
-                lambda: self._commit(temporary, best) if self.session.is_main else None, group=self.group
+                lambda: self._commit(folder, best, parts) if self.session.is_main else None, group=self.group
             )
         except (CheckpointException, RunError) as error:
             reasons = [wrapped[0] for wrapped in getattr(error, "failures", {}).values()] or [error]
+            where = "free" if self.place.is_shared else f"free in {self.place.folder}"
             raise RunError(
-                f"step {self.step} could not be saved to {self.ckpt_dir}: {str(reasons[0]).splitlines()[0]}; a "
-                f"checkpoint takes {_gib(self.state.num_bytes())}, {_gib(shutil.disk_usage(self.ckpt_dir).free)} are "
-                "free; the checkpoints before it are as they were"
+                f"step {self.step} could not be saved to {self.place}: {str(reasons[0]).splitlines()[0]}; a "
+                f"checkpoint takes {gib(self.state.num_bytes())}, {gib(shutil.disk_usage(self.place.folder).free)} are "
+                f"{where}; the checkpoints before it are as they were"
             ) from None
+        self.place.tidy(folder)
 
     def num_samples(self) -> int:
         """Images trained on up to the step that is saved, over all resumes, each counted as often as it was seen."""
         return self.resumed.samples + (self.step - self.resumed.step) * self.cfg.global_batch_size
 
-    def _commit(self, temporary: Path, best: dict[str, Any] | None) -> None:
+    def _commit(self, folder: Path, best: dict[str, Any] | None, parts: dict[str, Any]) -> None:
         """What rank 0 does when every rank has written."""
-        final = temporary.with_suffix("")
         state = {"step": self.step, "samples": self.num_samples(), "best": best, "scores": self.scores}
         state |= {"is_unscored": self.is_unscored, "goodput": self.goodput}
-        write_json(temporary / "state.json", state | self.facts)
-        if final.exists():  # and was skipped at the start, so it is damaged
-            final.rename(final.with_suffix(f".damaged-{uuid.uuid4().hex[:6]}"))
-        os.replace(temporary, final)
+        self.place.commit(self.step, folder, state | self.facts, parts)
         if best and best["step"] == self.step:
-            _write_best(self.ckpt_dir, best)
+            self.place.write_best(best)
         self._prune(best)
 
     def _prune(self, best: dict[str, Any] | None) -> None:
         """Delete all but the `max_checkpoints` newest complete checkpoints and the best one, and what was given up."""
-        complete = step_folders(self.ckpt_dir)
+        complete = self.place.steps()
         newest = self.cfg.checkpoint.max_checkpoints or len(complete)
-        doomed = [complete[step] for step in sorted(complete)[:-newest] if not best or step != best["step"]]
-        # Renamed first: half a deletion must not look like a checkpoint. An earlier one's end is deleted here, too.
-        for folder in [*doomed, *self.ckpt_dir.glob("step_*.tmp")]:
-            if not STEP_FOLDER.fullmatch(folder.stem):
-                continue
-            try:
-                shutil.rmtree(folder.replace(folder.with_suffix(".tmp")))
-            except OSError as error:
-                logger.warning("could not delete %s: %s", folder, error)
-
-
-def _write_best(ckpt_dir: Path, best: dict[str, Any] | None) -> None:
-    """best.json, {"step", "metric", "value"}, as the newest checkpoint knows it."""
-    if best is None:
-        (ckpt_dir / "best.json").unlink(missing_ok=True)
-    else:
-        write_json(ckpt_dir / "best.json", best)
+        self.place.prune([step for step in complete[:-newest] if not best or step != best["step"]])
 
 
 def _leaves(tensors: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -572,31 +516,25 @@ def _copy(tensors: dict[str, Any], copies: dict[str, Any]) -> None:
         torch.cuda.synchronize()
 
 
-def _set_aside(ckpt_dir: Path) -> None:
-    """A fresh start in a used folder: move the earlier run's checkpoints out of the way, lose none."""
-    earlier = [*step_folders(ckpt_dir).values(), *(p for p in [ckpt_dir / "best.json"] if p.exists())]
-    if (ckpt_dir / "final_model").exists():
-        earlier.append(ckpt_dir / "final_model")
-    if not earlier:
-        return
-    number = 1 + sum(1 for _ in ckpt_dir.glob("earlier_*"))
-    aside = ckpt_dir / f"earlier_{number:03d}"
-    aside.mkdir()
-    for path in earlier:
-        path.rename(aside / path.name)
-    logger.warning("checkpoint.resume_from_checkpoint=false: moved the earlier run's checkpoints to %s", aside)
-
-
 def save_final_model(cfg: Config, *, replace: bool) -> None:
     """Write final_model/ from the newest complete checkpoint: weights only, no optimizer state is read, one process.
 
     Without `replace`, one that is there already stays as it is.
+
+    Raises:
+        RunError: the bucket did not give the checkpoint, or did not take the model.
     """
-    assert cfg.checkpoint.ckpt_dir is not None  # where nothing is saved, this is not called
-    ckpt_dir = Path(cfg.checkpoint.ckpt_dir)
-    if not replace and (ckpt_dir / "final_model").is_dir():
-        return
-    complete = step_folders(ckpt_dir)
-    newest = complete[max(complete)]
-    kind = weights_out.export_timm(newest, ckpt_dir / "final_model")
-    logger.info("wrote %s, the %s of %s", ckpt_dir / "final_model", kind, newest.name)
+    try:
+        place = place_of(cfg.checkpoint)
+        if not replace and place.has_final_model():
+            return
+        newest = place.find(place.steps()[-1])
+        if isinstance(newest, str):
+            raise RunError(f"final_model cannot be written, of the newest checkpoint in {place} {newest}")
+        folder = place.opened(newest)
+        place.fetch(newest, newest.sizes)
+        kind = weights_out.export_timm(folder, place.folder / "final_model")
+        place.publish_final_model()
+    except BucketError as error:
+        raise RunError(f"final_model could not be written: {error}; start the run again") from None
+    logger.info("wrote %s/final_model, the %s of step_%08d", place, kind, newest.step)

@@ -411,7 +411,8 @@ def _to_config(raw: Any) -> Config:
 
     plain: Any = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
     # No shell reads a YAML file: there, too, ~ is the home folder.
-    paths = ((None, "output_dir"), ("data", "path"), ("checkpoint", "ckpt_dir"), ("checkpoint", "init_from"))
+    paths = [(None, "output_dir"), ("data", "path")]
+    paths += [("checkpoint", key) for key in ("ckpt_dir", "local_dir", "init_from")]
     for section, key in paths:
         values = plain if section is None else plain.get(section)
         if isinstance(values, dict) and isinstance(path := values.get(key), str) and path.startswith("~"):

@@ -495,7 +495,10 @@ class CheckpointConfig:
     """Where and when to save, and what to go on from."""
 
     ckpt_dir: str | None
-    """Folder of the checkpoints; null = no checkpoints."""
+    """Folder of the checkpoints, which all nodes share, or s3://bucket/prefix; null = no checkpoints."""
+    local_dir: str
+    """With ckpt_dir or init_from in a bucket: the folder on each node for what its ranks write and read there. It needs
+    room for a node's parts of two checkpoints, on rank 0's node for a whole one and final_model."""
     save_every_n_steps: PositiveInt | None
     """Steps between checkpoints. Give this or save_every_n_epochs and set the other to null; both null = only a new
     best and the last step."""
@@ -505,8 +508,8 @@ class CheckpointConfig:
     """Go on from the newest complete checkpoint in ckpt_dir, if there is one."""
     init_from: str | None
     """Weights to start a new run from: a checkpoint folder, a .pt, .safetensors or .npz file, a timm or Hugging Face
-    folder, timm:<model name>, <owner>/<name> on the Hugging Face hub; null = random ones. A checkpoint in ckpt_dir goes
-    first."""
+    folder, timm:<model name>, <owner>/<name> on the Hugging Face hub, a checkpoint or final_model of ours in a bucket;
+    null = random ones. A checkpoint in ckpt_dir goes first."""
     async_save: bool
     """Copy to host memory, then write while training goes on."""
     max_checkpoints: PositiveInt | None
@@ -984,6 +987,9 @@ def idle_keys(cfg: Config, script: str) -> dict[str, tuple[str, str]]:
         saving = "save_every_n_steps save_every_n_epochs async_save max_checkpoints save_final_model"
         why, fix = "with checkpoint.ckpt_dir=null", "give checkpoint.ckpt_dir a folder"
         idle("checkpoint", f"{saving} resume_from_checkpoint", why, fix)
+    if not any(str(path).startswith("s3://") for path in (cfg.checkpoint.ckpt_dir, cfg.checkpoint.init_from)):
+        why = "without a bucket in checkpoint.ckpt_dir or checkpoint.init_from"
+        idle("checkpoint", "local_dir", why, "give checkpoint.ckpt_dir=s3://bucket/prefix")
     if cfg.wandb.mode == "disabled":
         idle("wandb", "init_args", "with wandb.mode=disabled", "set wandb.mode=offline")
     if not cfg.profiler.trace:

@@ -8,11 +8,14 @@ what an index is made of, and its objects are left out: the checkpoints of this 
 import enum
 import pathlib
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from schema import ConfigError
 
@@ -57,7 +60,22 @@ def _member(enumeration: Any, name: str) -> Any:
 
 
 class Reader(FileSystemReader):
-    """DCP's reader of a folder, for folders that nobody vouches for."""
+    """DCP's reader of a folder, for folders that nobody vouches for.
+
+    Args:
+        folder: with the index.
+        fetch: puts files of these names into it, which are then read.
+    """
+
+    def __init__(self, folder: pathlib.Path, fetch: Callable[[set[str]], None] | None = None) -> None:
+        super().__init__(folder)
+        self.fetch = fetch
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """What this rank loads."""
+        if self.fetch is not None:
+            self.fetch({self.storage_data[item.storage_index].relative_path for item in plan.items})
+        return super().read_data(plan, planner)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index, of tensors alone.

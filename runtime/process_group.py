@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from runtime import cuda_graphs, preemption
+from runtime.bucket import is_bucket
 from runtime.run_folder import lock_folder, read_status, set_status, set_up_logging, write_provenance
 from runtime.session import TIMEOUT, Session
 from runtime.watch import Watch
@@ -44,9 +45,11 @@ def dist_session(cfg: Config) -> Iterator[Session]:
 
     def lock() -> None:
         held.enter_context(lock_folder(session.output_dir, "output_dir"))
-        ckpt_dir = Path(cfg.checkpoint.ckpt_dir or session.output_dir)
-        if session.output_dir.absolute() not in (ckpt_dir.absolute(), *ckpt_dir.absolute().parents):
-            held.enter_context(lock_folder(ckpt_dir, "checkpoint.ckpt_dir"))
+        key, folder = "checkpoint.ckpt_dir", Path(cfg.checkpoint.ckpt_dir or session.output_dir)
+        if is_bucket(cfg.checkpoint.ckpt_dir):
+            key, folder = "checkpoint.local_dir", Path(cfg.checkpoint.local_dir)
+        if session.output_dir.absolute() not in (folder.absolute(), *folder.absolute().parents):
+            held.enter_context(lock_folder(folder, key))
 
     with contextlib.ExitStack() as held:
         held.enter_context(preemption.listening())

@@ -41,6 +41,7 @@ import checkpoint
 import schema
 from imagenet_dataset import run_sizes
 from optim import build_optimizer
+from runtime.checkpoint_places import Folder
 from runtime.process_group import dist_session
 from runtime.step_folders import step_folders
 from vit import VisionTransformer
@@ -400,7 +401,7 @@ def test_a_folder_that_cannot_be_written_is_refused(job, tmp_path):
     (tmp_path / "file").write_text("")
     one = job()
     with pytest.raises(schema.ConfigError, match=r"checkpoint.ckpt_dir=.*file/x cannot be written to \(Not a dir"):
-        checkpoint._preflight(one.state, tmp_path / "file/x", one.session)
+        Folder(tmp_path / "file/x", 0).check(one.state.num_bytes(), one.session)
 
 
 @pytest.mark.slow

@@ -83,6 +83,7 @@ VALUES = {
     "evaluation.every_n_epochs": 1.0,
     "evaluation.best_metric": "val/loss",
     "checkpoint.ckpt_dir": "elsewhere",
+    "checkpoint.local_dir": "elsewhere",
     "checkpoint.save_every_n_steps": 3,
     "checkpoint.save_every_n_epochs": 1.0,
     "checkpoint.init_from": "timm:none",

@@ -247,8 +247,9 @@ def lose_newest_checkpoint(cfg):
     if int(os.environ["RANK"]) == 0:
         import shutil
 
-        folder = Path(cfg.checkpoint.ckpt_dir)
-        shutil.rmtree(max(checkpoint.step_folders(folder).values()))
+        from runtime.step_folders import step_folders
+
+        shutil.rmtree(max(step_folders(Path(cfg.checkpoint.ckpt_dir)).values()))
 
 
 def train_and_tell(cfg):

@@ -1,0 +1,388 @@
+"""Checkpoints in a bucket: runtime/checkpoint_places.py, and runs that save to moto's S3 server and go on from it.
+
+Each "node" of a run of two processes has a folder of its own: local_dir has the rank in its name.
+"""
+
+import launch
+
+import functools
+import json
+import logging
+import os
+import shutil
+
+import pytest
+import torch
+from bucket_server import serving
+from conftest import (
+    assert_same,
+    column,
+    error_of,
+    run_command,
+    run_tasks,
+    session_of,
+    task_of,
+    tiny_config,
+)
+from safetensors.torch import load
+
+import checkpoint
+import schema
+from imagenet_dataset import run_sizes
+from optim import build_optimizer
+from runtime.bucket import Bucket, BucketError
+from runtime.checkpoint_places import MANIFEST, InBucket, fetched, place_of, sha256
+from runtime.process_group import dist_session
+from vit import VisionTransformer
+
+WHOLE = "lr_scheduler.num_training_steps=6"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A server for this file; its address and keys are in the environment of all that the tests start."""
+    with serving(tmp_path_factory.mktemp("server")) as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def bucket(server, request):
+    """A prefix of the test's own; the server makes no mistakes."""
+    server.set()
+    return Bucket.of(f"s3://bucket/{request.node.name.replace('[', '/').removesuffix(']')}")
+
+
+@pytest.fixture
+def job(tiny, tmp_path, bucket):
+    """A function: overrides -> a job of one rank with an empty local folder, and ways to save and to restore."""
+    opened = []
+
+    class Job:
+        def __init__(self, *overrides, local=None):
+            self.local = tmp_path / f"local{len(os.listdir(tmp_path))}" if local is None else local
+            places = [f"checkpoint.ckpt_dir={bucket}", f"checkpoint.local_dir={self.local}"]
+            self.cfg = launch.load_config("L0_sanity", [*tiny, *places, *overrides], script="train_ddp")
+            self.context = dist_session(self.cfg)
+            self.session = self.context.__enter__()
+            opened.append(self)
+            self.model = VisionTransformer(self.cfg.model)
+            self.model.init_weights(self.cfg.seed)
+            optimizer = build_optimizer(self.model, self.cfg, no_weight_decay=self.model.no_weight_decay())
+            self.state = checkpoint.TrainState(self.model, optimizer, {}, self.cfg.ema)
+
+        def restore(self):
+            resumed = checkpoint.restore(self.state, self.cfg, self.session, run_sizes(self.cfg, 1))
+            self.saver = checkpoint.Saver(self.state, self.cfg, self.session, run_sizes(self.cfg, 1), resumed=resumed)
+            return resumed
+
+        def save(self, *steps, best=None):
+            for step in steps:
+                with torch.no_grad():
+                    self.model.head.bias.fill_(float(step))
+                self.saver.save(step, best)
+            self.saver.wait()
+
+        def close(self):
+            self.context.__exit__(None, None, None)
+            opened.remove(self)
+
+    yield Job
+    for each in list(opened):
+        each.close()
+
+
+def complete(bucket):
+    """The steps that have a manifest."""
+    return [int(key.split("/")[0][5:]) for key in bucket.list("step_") if key.endswith(MANIFEST)]
+
+
+# One rank, in this process
+
+
+def test_a_checkpoint_is_its_parts_and_a_manifest_and_comes_back_bit_for_bit(job, bucket):
+    """Into an empty local folder; a folder that has the parts is not sent them again."""
+    first = job()
+    assert first.restore().step == 0
+    first.save(2)
+    manifest = json.loads(bucket.get(f"step_00000002/{MANIFEST}"))
+    keys = {f"step_00000002/{manifest['start']}/{name}" for name in manifest["files"]}
+    assert {".metadata", "__0_0.distcp"} == set(manifest["files"])
+    assert set(bucket.list("step_")) == keys | {f"step_00000002/{MANIFEST}"}
+    assert manifest["state"]["step"] == 2
+    assert not [key for key in bucket.list() if "preflight" in key]
+    want = {name: weight.detach().clone() for name, weight in first.state.weights.items()}
+    first.close()
+
+    second = job()
+    assert second.restore().step == 2
+    assert_same({name: weight.detach() for name, weight in second.state.weights.items()}, want)
+    assert {path.name for path in second.local.iterdir()} == {f"step_00000002-{manifest['start']}", ".lock"}
+    second.close()
+
+    # The parts are gone for good but not their sizes: whoever fetched them would see another SHA-256.
+    for key in keys:
+        bucket.put(key, bytes(bucket.list(key)[key].size))
+    third = job(local=second.local)
+    assert third.restore().step == 2
+    assert_same({name: weight.detach() for name, weight in third.state.weights.items()}, want)
+    third.close()
+    fourth = job()
+    assert "does not have the SHA-256 that its manifest says" in error_of(fourth.restore)
+
+
+def without_manifest(bucket, start):
+    bucket.delete([f"step_00000010/{MANIFEST}"])
+
+
+def manifest_cut(bucket, start):
+    bucket.put(f"step_00000010/{MANIFEST}", bucket.get(f"step_00000010/{MANIFEST}")[:100])
+
+
+def part_gone(bucket, start):
+    bucket.delete([f"step_00000010/{start}/__0_0.distcp"])
+
+
+def part_cut(bucket, start):
+    bucket.put(f"step_00000010/{start}/__0_0.distcp", bucket.get(f"step_00000010/{start}/__0_0.distcp")[:-1])
+
+
+def name_that_leads_away(bucket, start):
+    manifest = bucket.get(f"step_00000010/{MANIFEST}").decode().replace("__0_0.distcp", "../../planted")
+    bucket.put(f"step_00000010/{MANIFEST}", manifest.encode())
+
+
+@pytest.mark.parametrize("damage", [without_manifest, manifest_cut, part_gone, part_cut, name_that_leads_away])
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(job, bucket, damage, caplog):
+    """The one before it is taken; a later save in its place works."""
+    first = job()
+    first.restore()
+    first.save(8, 10)
+    damage(bucket, first.saver.place.start)
+    first.close()
+    second = job()
+    with caplog.at_level(logging.WARNING):
+        assert second.restore().step == 8
+    assert second.model.head.bias.eq(8).all()
+    assert any("skipping" in text and "step_00000010" in text for text in caplog.messages)
+    second.save(10)
+    second.close()
+    third = job()
+    assert third.restore().step == 10
+
+
+def test_pruning_spares_the_best_and_deletes_what_no_manifest_names(job, bucket):
+    """What a killed save left, too; keys that are not ours stay. Local folders keep the newest step alone."""
+    one = job("checkpoint.max_checkpoints=1")
+    one.restore()
+    best = {"step": 2, "metric": "val/top1", "value": 0.5}
+    one.save(2, best=best)
+    others = ["step_notes/a", "step_00000003/notes.txt", "other"]
+    dead = ["step_00000003/0123456789ab/__0_0.distcp", "step_00000002/0123456789ab/__0_0.distcp"]
+    for key in others + dead:
+        bucket.put(key, b"x")
+    one.save(4, 6, best=best)
+    assert complete(bucket) == [2, 6]
+    assert set(others) <= bucket.list().keys()
+    assert not set(dead) & bucket.list().keys()
+    assert json.loads(bucket.get("best.json")) == best
+    assert [path.name for path in one.local.glob("step_*")] == [f"step_00000006-{one.saver.place.start}"]
+    one.saver.set_score(6, {"step": 6, "metric": "val/top1", "value": 0.6}, {"val/top1": 0.6})
+    assert json.loads(bucket.get("best.json"))["step"] == 6
+    one.close()
+    assert job().restore().best["step"] == 6
+
+
+def test_a_fresh_start_moves_the_earlier_run_aside_and_loses_nothing(job, bucket):
+    first = job()
+    first.restore()
+    first.save(2, best={"step": 2, "metric": "val/top1", "value": 0.5})
+    bucket.put("final_model/model.safetensors", b"x")
+    before = {key: bucket.get(key) for key in bucket.list() if key != "writer.json"}
+    first.close()
+    second = job("checkpoint.resume_from_checkpoint=false")
+    assert second.restore().step == 0
+    assert {key: bucket.get(f"earlier_001/{key}") for key in before} == before
+    assert set(bucket.list()) == {f"earlier_001/{key}" for key in before} | {"writer.json"}
+    second.close()
+    assert fetched(bucket.url("earlier_001"), second.local).joinpath("state.json").exists()
+
+
+def test_an_earlier_start_that_still_runs_stops_at_its_next_save(job, bucket, tiny, tmp_path):
+    """And deletes nothing any more; what the other one saved is as it was."""
+    one = job()
+    one.restore()
+    one.save(2)
+    other = InBucket(str(bucket), tmp_path / "other", 0)
+    other.claim()  # as the start of another run does
+    before = bucket.list("step_00000002")
+    with pytest.raises(schema.RunError, match="another run has started there .*give each run its own") as caught:
+        one.save(4)
+    assert len(str(caught.value).splitlines()) == 1
+    assert complete(bucket) == [2]
+    assert bucket.list("step_00000002") == before
+
+
+def test_a_manifest_of_another_run_is_never_replaced(job, bucket):
+    one = job()
+    one.restore()
+    one.save(2)
+    one.saver.place.start = "0123456789ab"
+    bucket.put("writer.json", json.dumps({"start": "0123456789ab"}).encode())
+    before = bucket.get(f"step_00000002/{MANIFEST}")
+    with pytest.raises(schema.RunError, match="is there already and is another run's: give each run its own"):
+        one.save(2)
+    assert bucket.get(f"step_00000002/{MANIFEST}") == before
+
+
+def test_a_save_that_cannot_be_uploaded_is_one_line_and_the_one_before_stays(job, bucket, monkeypatch):
+    one = job()
+    one.restore()
+    one.save(2)
+
+    def upload(self, file, key):
+        raise BucketError(f"{self.url(key)}: AccessDenied")
+
+    monkeypatch.setattr(Bucket, "upload", upload)
+    with pytest.raises(
+        schema.RunError, match=r"step 4 could not be saved to s3://.*AccessDenied; .* as they were"
+    ) as e:
+        one.save(4)
+    assert len(str(e.value).splitlines()) == 1
+    one.close()
+    two = job()
+    assert two.restore().step == 2
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [("s3://nobody/run", "NoSuchBucket"), ("s3:///run", "names no bucket")],
+)
+def test_a_bucket_that_cannot_be_used_is_refused_before_the_first_step(job, url, reason):
+    assert reason in error_of(job(f"checkpoint.ckpt_dir={url}").restore)
+
+
+def test_a_service_that_overwrites_is_refused(job, monkeypatch):
+    monkeypatch.setattr(Bucket, "create", lambda self, key, data: self.put(key, data) is None)
+    assert "use one that has conditional writes" in error_of(job().restore)
+
+
+def test_a_local_folder_without_room_is_refused(job, monkeypatch):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    assert "checkpoint.local_dir=" in (text := error_of(job().restore))
+    assert "a node's parts of two checkpoints take" in text
+
+
+def test_only_the_files_that_a_load_reads_are_fetched(job, bucket, server):
+    one = job()
+    one.restore()
+    one.save(2)
+    one.close()
+    place = place_of(one.cfg.checkpoint)
+    place.folder = one.local.with_name("empty")
+    found = place.find(2)
+    folder = place.opened(found)
+    assert {path.name for path in folder.iterdir() if not path.name.endswith(".lock")} == {".metadata", "state.json"}
+    place.fetch(found, ["__0_0.distcp"])
+    assert sha256(folder / "__0_0.distcp") == found.sha256["__0_0.distcp"]
+    server.set()
+    place.fetch(found, ["__0_0.distcp"])
+    assert server.counts()["requests"] == 0
+
+
+# Runs of two processes, each a node
+
+
+def nodes(bucket, folder, name):
+    """Overrides: checkpoints in the bucket, and a local folder for each rank."""
+    return [f"checkpoint.ckpt_dir={bucket}", f"checkpoint.local_dir={folder}/{name}-${{oc.env:RANK}}"]
+
+
+@pytest.fixture(scope="module")
+def runs(server, image_folder, tmp_path_factory):
+    """Outcomes and folder of: a straight run, three steps into a bucket, the other three from there, with faults."""
+    folder = tmp_path_factory.mktemp("runs")
+    task, tasks = functools.partial(task_of, image_folder, folder), []
+    server.set(fail=0.05, cut=0.05, delay=0.05, delay_s=0.2)
+    for script in ("train_ddp", "train_fsdp2"):
+        of = Bucket.of(f"s3://bucket/runs/{script}")
+        tasks.append(task(f"straight-{script}", script))
+        half = ["num_train_steps=3", WHOLE, "checkpoint.save_every_n_steps=1", "evaluation.every_n_steps=2"]
+        for way in ("false", "true"):
+            into = [*nodes(f"{of}-{way}", folder, f"first-{script}-{way}"), f"checkpoint.async_save={way}"]
+            tasks.append(task(f"half-{script}-{way}", script, *half, *into))
+            then = nodes(f"{of}-{way}", folder, f"second-{script}-{way}")
+            tasks.append(task(f"half-{script}-{way}-on", script, *then, output=f"half-{script}-{way}"))
+    stopped = [*nodes("s3://bucket/runs/stopped", folder, "stopped"), "checkpoint.save_every_n_steps=100"]
+    before = "sigusr1_to_rank_1_in_the_first_step"
+    tasks.append(task("stopped", "train_fsdp2", *stopped, before=before, look=True))
+    weights = "checkpoint.init_from=s3://bucket/runs/train_ddp-false"
+    begin = ["num_train_steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
+    for name, source in (("step", weights), ("final", f"{weights}/final_model")):
+        local = f"checkpoint.local_dir={folder}/init-{name}-${{oc.env:RANK}}"
+        tasks.append(task(f"init-{name}", "train_ddp", source, local, *begin))
+    outcomes = run_tasks(tasks, nproc=2, folder=folder)
+    server.set()
+    return outcomes, folder
+
+
+def final_model(url):
+    """The tensors of a final_model in a bucket."""
+    return load(Bucket.of(url).get("final_model/model.safetensors"))
+
+
+@pytest.mark.parametrize("way", ["false", "true"])
+@pytest.mark.parametrize("script", ["train_ddp", "train_fsdp2"])
+def test_three_steps_and_three_are_six_through_a_bucket_that_fails(runs, script, way):
+    """Bit for bit, on a node whose folder is empty."""
+    _, folder = runs
+    url = f"s3://bucket/runs/{script}-{way}"
+    straight = folder / f"straight-{script}/checkpoints/final_model/model.safetensors"
+    assert_same(final_model(url), load(straight.read_bytes()))
+    name = f"half-{script}-{way}"
+    assert column(folder, name, "train/loss") == column(folder, f"straight-{script}", "train/loss")
+    assert complete(Bucket.of(url))[-1] == 6
+    assert len(complete(Bucket.of(url))) <= 3  # two, and the best
+    for rank in (0, 1):
+        local = folder / f"second-{script}-{way}-{rank}"
+        assert len(list(local.glob("step_*"))) == 1
+    names = {p.name for p in (folder / f"second-{script}-{way}-1").glob("step_*/*") if not p.name.endswith(".lock")}
+    assert "__1_0.distcp" in names
+    assert "__0_0.distcp" not in names  # its own rank's alone
+
+
+def test_a_run_that_is_stopped_saves_to_the_bucket(runs):
+    outcomes, _ = runs
+    assert outcomes["stopped"][0]["metrics"]["status"]["state"] == "preempted"
+    assert complete(Bucket.of("s3://bucket/runs/stopped")) == [1]
+
+
+@pytest.mark.parametrize("name", ["step", "final"])
+def test_weights_to_start_from_may_be_in_a_bucket(runs, name):
+    _, folder = runs
+    got = load((folder / f"init-{name}/checkpoints/final_model/model.safetensors").read_bytes())
+    assert_same(got, final_model("s3://bucket/runs/train_ddp-false"), 1e-25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "nproc"), [(2, 1), (1, 2), (2, 3)])
+def test_another_world_size_goes_on(runs, server, image_folder, tmp_path, size, nproc):
+    """From empty folders; one process more or less sums in another order."""
+    _, folder = runs
+    url = f"s3://bucket/sizes/{size}-{nproc}"
+    half = ["num_train_steps=3", WHOLE]
+    task = functools.partial(task_of, image_folder, tmp_path)
+    run_tasks([task("half", "train_fsdp2", *half, *nodes(url, tmp_path, "a"))], nproc=size, folder=tmp_path / "one")
+    run_tasks([task("half", "train_fsdp2", *nodes(url, tmp_path, "b"))], nproc=nproc, folder=tmp_path / "two")
+    straight = folder / "straight-train_fsdp2/checkpoints/final_model/model.safetensors"
+    assert_same(final_model(url), load(straight.read_bytes()), 0.0 if {size, nproc} <= {1, 2} else 1e-5)
+
+
+@pytest.mark.slow
+def test_a_bucket_that_is_not_there_is_one_line_and_exit_code_2(server, tiny):
+    done = run_command(["train_ddp.py", *tiny, "checkpoint.ckpt_dir=s3://nobody/run"], nproc=2)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: checkpoint.ckpt_dir=s3://nobody/run cannot be used (s3://nobody/run/")
+    assert "exitcode  : 2" in done.stderr
