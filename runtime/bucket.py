@@ -141,6 +141,12 @@ class Bucket:
         with self._named(key):
             self._client.download_file(self.name, self.prefix + key, str(file))
 
+    def copy(self, key: str, target: str) -> None:
+        """Write an object from another one, within the service; it is there whole or not at all."""
+        with self._named(key):
+            source = {"Bucket": self.name, "Key": self.prefix + key}
+            self._client.copy(source, self.name, self.prefix + target)
+
     def list(self, prefix: str = "") -> dict[str, Stored]:
         """The objects whose keys begin with `prefix`, in the order of their keys."""
         found = {}
