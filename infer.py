@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from input_pipeline.decode import Decoder, ImageError, crop_extreme_aspect
 from input_pipeline.image_folders import IMAGE_EXTENSIONS
 from interop import weights_in, weights_out
+from runtime.checkpoint_places import model_path
 from runtime.step_folders import newest_step
 from schema import ConfigError
 
@@ -118,7 +119,7 @@ def sheet(answers: list[dict[str, Any]], reader: Reader, target: Path, *, column
 def main(argv: list[str] | None = None) -> None:
     """Parse, read, classify in batches, answer."""
     parser = Parser(__doc__)
-    parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument("model", type=model_path, metavar="MODEL")
     parser.add_argument("images", type=Path, nargs="+", metavar="IMAGE")
     parser.add_argument("--top", type=int, default=5, help="classes an image")
     parser.add_argument("--batch-size", type=int, default=32)

@@ -18,6 +18,8 @@ from schema import ConfigError
 SCHEME = "s3://"
 ATTEMPTS = 10  # of each request and, apart from that, of reading each answer, whose rest is asked for again
 DELETED_AT_ONCE = 1000  # S3's own limit
+# Of an answer that is cut short the client knows no more than the status.
+CODES = {"404": "NoSuchKey", "409": "ConditionalRequestConflict", "412": "PreconditionFailed", "416": "InvalidRange"}
 
 
 class Stored(NamedTuple):
@@ -185,7 +187,8 @@ class Bucket:
         except (*_errors(), Boto3Error) as error:
             cause = error.__context__ if isinstance(error, Boto3Error) and error.__context__ else error
             code = (getattr(cause, "response", None) or {}).get("Error", {}).get("Code", "")
-            kind = NoObjectError if code in ("404", "NoSuchKey") else BucketError
+            code = CODES.get(code, code)
+            kind = NoObjectError if code == "NoSuchKey" else BucketError
             named = kind(f"{self.url(key)}: {code or _one_line(cause)}")
             named.code = code
             raise named from error

@@ -18,6 +18,8 @@ a save that was broken off; the next save's pruning deletes them. A resume looks
 fetches the parts that it needs and its node lacks.
 """
 
+import argparse
+import atexit
 import contextlib
 import dataclasses
 import fcntl
@@ -28,6 +30,7 @@ import os
 import platform
 import re
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -510,6 +513,22 @@ def fetched(url: str, folder: Path) -> Path:
     except ValueError as error:
         raise ConfigError(f"{bucket.url(MANIFEST)} cannot be read ({error}): give a whole copy") from None
     return target
+
+
+def model_path(text: str) -> Path:
+    """For a tool's command line: a path as it is, or a folder with what a bucket has there, gone when the tool ends.
+
+    Raises:
+        ArgumentTypeError: the bucket has no model there.
+    """
+    if not is_bucket(text):
+        return Path(text)
+    folder = tempfile.mkdtemp(prefix="from-bucket-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        return fetched(text, Path(folder))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _manifest(start: str, files: dict[str, Any], state: dict[str, Any]) -> bytes:

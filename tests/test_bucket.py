@@ -3,12 +3,14 @@
 import os
 import random
 import re
+from unittest import mock
 
 import pytest
 
-pytest.importorskip("boto3")
+boto3 = pytest.importorskip("boto3")
 pytest.importorskip("moto")
 
+from botocore.stub import Stubber
 from bucket_server import serving
 
 from runtime import bucket as module
@@ -49,6 +51,9 @@ def test_objects_are_as_files_below_the_prefix(bucket, tmp_path):
     with pytest.raises(BucketError) as caught:
         bucket.get("a/one", 1, 1, etag=etag)
     assert caught.value.code == "PreconditionFailed"
+    bucket.copy("a/two", "b")
+    assert bucket.list("b") == {"b": bucket.list("a/two")["a/two"]}
+    assert bucket.get("b", 19_999_999) == b"x"
     bucket.delete([*bucket.list(), "not there"])
     assert bucket.list() == {}
 
@@ -58,6 +63,18 @@ def test_what_is_there_is_not_created_again(bucket):
     assert bucket.create("manifest", b"ours")  # as after an answer that was lost
     assert not bucket.create("manifest", b"theirs")
     assert bucket.get("manifest") == b"ours"
+
+
+def test_a_refusal_that_is_cut_short_is_one_all_the_same(bucket, monkeypatch):
+    """The client then knows no more than the status."""
+    stub = Stubber(client := boto3.client("s3"))
+    monkeypatch.setattr(module, "_client", lambda process: client)
+    stub.add_client_error("put_object", "412", http_status_code=412)
+    stub.add_client_error("get_object", "416", http_status_code=416)
+    with stub:
+        with mock.patch.object(Bucket, "get", return_value=b"theirs"):
+            assert not bucket.create("manifest", b"ours")
+        assert bucket.get("manifest", 10, 5) == b""
 
 
 def test_a_fork_makes_its_own_connections(bucket):

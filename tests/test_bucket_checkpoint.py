@@ -13,18 +13,20 @@ import shutil
 
 import pytest
 import torch
-from bucket_server import serving
 from conftest import (
     assert_same,
     column,
     error_of,
     run_command,
     run_tasks,
-    session_of,
     task_of,
-    tiny_config,
 )
 from safetensors.torch import load
+
+pytest.importorskip("boto3")
+pytest.importorskip("moto")
+
+from bucket_server import serving
 
 import checkpoint
 import schema
@@ -217,7 +219,7 @@ def test_an_earlier_start_that_still_runs_stops_at_its_next_save(job, bucket, ti
     other = InBucket(str(bucket), tmp_path / "other", 0)
     other.claim()  # as the start of another run does
     before = bucket.list("step_00000002")
-    with pytest.raises(schema.RunError, match="another run has started there .*give each run its own") as caught:
+    with pytest.raises(schema.RunError, match=r"another run has started there .*give each run its own") as caught:
         one.save(4)
     assert len(str(caught.value).splitlines()) == 1
     assert complete(bucket) == [2]

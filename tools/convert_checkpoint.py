@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from launch import Parser, exit_with
 
 from interop import weights_out
+from runtime.checkpoint_places import model_path
 from runtime.step_folders import newest_step
 from schema import ConfigError
 
@@ -25,7 +26,7 @@ EXPORTS = {"timm": weights_out.export_timm, "hugging-face": weights_out.export_h
 def main() -> None:
     """Parse, convert, say what was written."""
     parser = Parser(__doc__)
-    parser.add_argument("source", type=Path, metavar="SOURCE")
+    parser.add_argument("source", type=model_path, metavar="SOURCE")
     parser.add_argument("target", type=Path, metavar="TARGET")
     parser.add_argument("--format", choices=EXPORTS, required=True)
     parser.add_argument("--raw", action="store_true", help="the weights themselves, not their moving average")

@@ -252,9 +252,13 @@ def check_disk(cfg: Any) -> Iterator[Row]:
     """Whether output_dir takes files, and room for the checkpoints that the config keeps."""
     import torch
 
+    from runtime.bucket import is_bucket
     from vit import VisionTransformer
 
-    for key, path in {"output_dir": cfg.output_dir, "checkpoint.ckpt_dir": cfg.checkpoint.ckpt_dir}.items():
+    folders = {"output_dir": cfg.output_dir, "checkpoint.ckpt_dir": cfg.checkpoint.ckpt_dir}
+    if is_bucket(folders["checkpoint.ckpt_dir"]):  # which a run tries itself, before its first step
+        folders = {"output_dir": cfg.output_dir, "checkpoint.local_dir": cfg.checkpoint.local_dir}
+    for key, path in folders.items():
         if path is None:
             continue
         folder = Path(path).absolute()
@@ -275,10 +279,12 @@ def check_disk(cfg: Any) -> Iterator[Row]:
             plain = dataclasses.replace(cfg.model, transformer_engine=False)
             parameters = sum(p.numel() for p in VisionTransformer(plain).parameters())
         kept = (cfg.checkpoint.max_checkpoints or 1) + 2  # the best, and the one that is being written
+        if is_bucket(cfg.checkpoint.ckpt_dir):
+            kept = 2  # and the bucket keeps the others
         needed = 12 * parameters * kept  # FP32 weights and AdamW's two moments
         found = f"{gib(free)} free; {kept} checkpoints of {parameters / 1e6:,.1f} M parameters take {gib(needed)}"
         if free < needed:
-            yield Row(key, WARN, found, "make room, or lower checkpoint.max_checkpoints, or checkpoint.ckpt_dir=FOLDER")
+            yield Row(key, WARN, found, f"make room, or lower checkpoint.max_checkpoints, or {key}=FOLDER")
         else:
             yield Row(key, OK, found)
 

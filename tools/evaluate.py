@@ -33,6 +33,7 @@ from input_pipeline.decode import ImageError, UnreadableError
 from input_pipeline.image_folders import list_folder
 from interop.step_weights import first_few
 from observability.metrics import top_k_hits
+from runtime.checkpoint_places import model_path
 from schema import ConfigError
 
 
@@ -122,7 +123,7 @@ def evaluate(
 def main(argv: list[str] | None = None) -> None:
     """Parse, load, count, answer from rank 0."""
     parser = Parser(__doc__)
-    parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument("model", type=model_path, metavar="MODEL")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--batch-size", type=int, default=64, help="images a process and batch")
     parser.add_argument("--workers", type=int, default=4, help="loader processes a process")

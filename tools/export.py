@@ -33,6 +33,7 @@ import torch
 import evaluate
 import infer
 from input_pipeline.decode import ImageError
+from runtime.checkpoint_places import model_path
 from schema import ConfigError, RunError
 
 Image = tuple[str, Callable[[], bytes]]  # its name, and a way to read it
@@ -218,7 +219,7 @@ def export(model: infer.TimmModel, config: dict[str, Any], form: str, output: Pa
 def main(argv: list[str] | None = None) -> None:
     """Parse, load, export, check, say what was written."""
     parser = Parser(__doc__)
-    parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument("model", type=model_path, metavar="MODEL")
     parser.add_argument("--format", choices=FORMATS, required=True)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE")
     parser.add_argument("--images", type=Path, nargs="+", required=True, help="to check the file with, 16 or more")

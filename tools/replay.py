@@ -31,6 +31,7 @@ from pydantic import TypeAdapter, ValidationError
 
 import checkpoint
 from runtime import preemption
+from runtime.bucket import is_bucket
 from runtime.step_folders import step_folders
 from schema import Config, ConfigError, RunError
 
@@ -75,6 +76,11 @@ def plan(run: Path, step: int, world_size: int) -> Replay:
         near = sorted(recorded, key=lambda known: abs(known - step))[:2]
         known = " or ".join(map(str, sorted(near))) or "none yet"
         raise ConfigError(f"step {step} is not in {run}/metrics.jsonl: take one that was logged, such as {known}")
+    if is_bucket(values["checkpoint"]["ckpt_dir"]):
+        raise ConfigError(
+            f"{run} has its checkpoints in a bucket, checkpoint.ckpt_dir={values['checkpoint']['ckpt_dir']}: a replay "
+            "reads a folder, so train with checkpoint.ckpt_dir=FOLDER to replay steps"
+        )
     saved = step_folders(Path(values["checkpoint"]["ckpt_dir"] or run))
     before = [known for known in saved if known < step]
     if not before:
