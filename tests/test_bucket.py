@@ -7,9 +7,10 @@ from unittest import mock
 
 import pytest
 
-boto3 = pytest.importorskip("boto3")
+pytest.importorskip("boto3")
 pytest.importorskip("moto")
 
+import boto3
 from botocore.stub import Stubber
 from bucket_server import serving
 

@@ -357,8 +357,10 @@ def test_three_steps_and_three_are_six_through_a_bucket_that_fails(runs, script,
 
 def test_a_run_that_is_stopped_saves_to_the_bucket(runs):
     outcomes, _ = runs
-    assert outcomes["stopped"][0]["metrics"]["status"]["state"] == "preempted"
-    assert complete(Bucket.of("s3://bucket/runs/stopped")) == [1]
+    status = outcomes["stopped"][0]["metrics"]["status"]
+    assert status["state"] == "preempted"
+    assert 0 < status["step"] < 6
+    assert complete(Bucket.of("s3://bucket/runs/stopped")) == [status["step"]]
 
 
 @pytest.mark.parametrize("name", ["step", "final"])

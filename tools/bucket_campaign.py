@@ -2,11 +2,11 @@
 
     python tools/bucket_campaign.py --kills 300 --output benchmarks/bucket_campaign_cpu.json
 
-The bucket is moto's S3 server behind a proxy that fails, cuts and delays 5 % of the requests each. A process goes on
-from the newest checkpoint, saves step after step through checkpoint.py, tensors that are functions of the step, keeps
-the two newest and a best one, and is killed (SIGKILL) at a random moment of one of the phases below. Each next process
-begins in an empty local folder. It must find a step that has a manifest in the bucket, none older than the last whose
-save had returned, and every bit of that step.
+Saves are synchronous or asynchronous, by chance. The bucket is moto's S3 server behind a proxy that fails, cuts and
+delays 5 % of the requests each. A process goes on from the newest checkpoint, saves step after step through
+checkpoint.py, tensors that are functions of the step, keeps the two newest and a best one, and is killed (SIGKILL) at a
+random moment of one of the phases below. Each next process begins in an empty local folder. It must find a step that
+has a manifest in the bucket, none older than the last whose save had returned, and every bit of that step.
 
 `start` is until the first save; `write` is DCP's writing; `upload` that of the parts; `commit` is from the last part to
 the manifest; `prune` the deleting of earlier ones.
@@ -15,6 +15,8 @@ the manifest; `prune` the deleting of earlier ones.
 import argparse
 import collections
 import contextlib
+import dataclasses
+import gc
 import json
 import logging
 import os
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -65,10 +68,8 @@ def changed_bytes(tensors: Any, step: int) -> int:
     return sum(int((a != b).sum()) for a, b in zip(got, as_bytes(), strict=True))
 
 
-def saver_main(folder: Path, overrides: list[str], phases: int, report: Connection) -> None:
+def saver_main(cfg: Any, phases: int, report: Connection) -> None:
     """One process: go on from what is there, tell what was found, save on. Runs in a fork."""
-    import launch
-
     import checkpoint
     from imagenet_dataset import run_sizes
     from optim import build_optimizer
@@ -76,7 +77,6 @@ def saver_main(folder: Path, overrides: list[str], phases: int, report: Connecti
     from runtime.process_group import dist_session
     from vit import VisionTransformer
 
-    cfg = launch.load_config("L0_sanity", [*overrides, f"output_dir={folder}"], script="train_ddp")
     with dist_session(cfg) as session:
         model = VisionTransformer(cfg.model)
         model.init_weights(cfg.seed)
@@ -84,7 +84,7 @@ def saver_main(folder: Path, overrides: list[str], phases: int, report: Connecti
         state, sizes = checkpoint.TrainState(model, optimizer, {}, cfg.ema), run_sizes(cfg, 1)
         resumed = checkpoint.restore(state, cfg, session, sizes)
         changed = changed_bytes(state.tensors(), resumed.step) if resumed.step else 0
-        report.send({"found": resumed.step, "changed": changed})
+        report.send({"found": resumed.step, "changed": changed, "there": manifests()})
         mark_phase(phases, "write", checkpoint.dcp, "save", 0.003, then="between")
         mark_phase(phases, "upload", InBucket, "collect", 0.003, then="between")
         mark_phase(phases, "commit", InBucket, "commit", 0.003, then="between")
@@ -103,15 +103,13 @@ def saver_main(folder: Path, overrides: list[str], phases: int, report: Connecti
 class Life:
     """A process that saves, forked from this one, which has imported all that it needs."""
 
-    def __init__(self, folder: Path, overrides: list[str]) -> None:
+    def __init__(self, folder: Path, cfg: Any) -> None:
         folder.mkdir()
         self.file, self.folder = folder / "phase", folder
         phases = os.open(self.file, os.O_CREAT | os.O_WRONLY)
         os.pwrite(phases, b"start     ", 0)
-        from multiprocessing import Pipe
-
         self.reports, report = Pipe(duplex=False)
-        self.messages: list[dict[str, int]] = []
+        self.messages: list[dict[str, Any]] = []
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
@@ -119,7 +117,7 @@ class Life:
                 log = os.open(folder / "log.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
                 os.dup2(log, 1)
                 os.dup2(log, 2)
-                saver_main(folder / "run", overrides, phases, report)
+                saver_main(cfg, phases, report)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -144,14 +142,14 @@ class Life:
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         return status if pid else None
 
-    def told(self, key: str) -> list[int]:
+    def told(self, key: str) -> list[Any]:
         """All values that it has told of `key`."""
         return [message[key] for message in self.messages if key in message]
 
 
 def kill(life: Life, rng: random.Random, wanted: str) -> tuple[str | None, int]:
     """Wait for the phase, a random number of times, then kill; the phase that was hit, None where it ended first."""
-    times, entered, last = rng.randint(1, 3), 0, None
+    times, entered, last = rng.randint(1, 2), 0, None
     deadline = time.monotonic() + 300
     while (status := life.ended()) is None:
         now = life.phase()
@@ -179,39 +177,43 @@ def manifests() -> set[int]:
     return {int(key[5:13]) for key in Bucket.of(URL).list("step_") if key.endswith("/manifest.json")}
 
 
-def campaign(kills: int, seed: int, folder: Path, way: str) -> dict[str, Any]:
+def campaign(kills: int, seed: int, folder: Path) -> dict[str, Any]:
     """All processes; what was hit, and what each next one found."""
+    import launch
+
     rng = random.Random(seed)
     images = conftest().make_images(folder / "images")
     base = [*conftest().TINY, f"data.path={images}", f"checkpoint.ckpt_dir={URL}", "checkpoint.max_checkpoints=2"]
-    base += [f"checkpoint.async_save={way}", "num_train_steps=100000"]
+    cfg = launch.load_config("L0_sanity", [*base, "num_train_steps=100000", "output_dir=unused"], script="train_ddp")
     moments: collections.Counter = collections.Counter()
     bad: list[str] = []
     lives, done, durable, resumes, changed = 0, 0, 0, 0, 0
     while done < kills:
         before = manifests()
-        life = Life(folder / f"life{lives}", base)
+        place, way = folder / f"life{lives}", rng.choice((False, True))
+        saving = dataclasses.replace(cfg.checkpoint, local_dir=str(place / "local"), async_save=way)
+        life = Life(place, dataclasses.replace(cfg, output_dir=str(place / "run"), checkpoint=saving))
         lives += 1
         hit, status = kill(life, rng, rng.choice(PHASES))
         if hit is not None:
-            moments[hit] += 1
+            moments[f"{hit}, {'asynchronous' if way else 'synchronous'}"] += 1
             done += 1
         elif status:
             bad.append(f"life {lives} failed: {(life.folder / 'log.txt').read_text()[-1500:]}")
         for found in life.told("found"):
             resumes += 1
             changed += life.told("changed")[0]
-            # A request of the process before may have reached the server late: what is newer must be there, too.
-            there = before | ({found} & manifests())
-            if found != max(there, default=0) or found < durable:
-                bad.append(f"life {lives} found step {found}, of {sorted(before)}; {durable} was saved")
+            # A manifest of the process before may have reached the server after it was gone.
+            there = {0, *life.told("there")[0]}
+            if found not in there or found < max(before, default=0) or found < durable:
+                bad.append(f"life {lives} found step {found}, of {before} and then {there}; {durable} was saved")
         durable = max([durable, *life.told("saved")])
         shutil.rmtree(life.folder)
         if done % 20 == 0 and hit is not None:
             print(f"{done} kills, {resumes} resumes, {len(bad)} false, {changed} bytes changed", flush=True)
         if len(bad) > 5:
             break
-    result = {"async": way == "true", "kills": done, "moments": dict(sorted(moments.items())), "resumes": resumes}
+    result = {"kills": done, "moments": dict(sorted(moments.items())), "resumes": resumes}
     return result | {"steps": durable, "false_resumes": len(bad), "bytes_changed": changed, "failures": bad}
 
 
@@ -220,7 +222,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--async-save", choices=("true", "false"), default="false")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
 
@@ -230,6 +231,9 @@ def main() -> None:
 
     import checkpoint  # noqa: F401  (the forks then have it)
 
+    meta = provenance()
+    os.environ["COMMIT"] = meta["commit"]  # else each process asks git
+    gc.freeze()
     logging.getLogger("botocore").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -237,10 +241,10 @@ def main() -> None:
             os.environ |= server.environment
             server.set(**FAULTS)
             start = time.monotonic()
-            results = campaign(args.kills, args.seed, folder, args.async_save)
+            results = campaign(args.kills, args.seed, folder)
             results |= {"minutes": round((time.monotonic() - start) / 60, 1), "asked_of_the_proxy": FAULTS}
             results |= {"server": server.counts()}
-    args.output.write_text(json.dumps({"meta": provenance(), "results": results}, indent=1) + "\n")
+    args.output.write_text(json.dumps({"meta": meta, "results": results}, indent=1) + "\n")
     print(json.dumps(results, indent=1))
     sys.exit(bool(results["false_resumes"] or results["bytes_changed"]))
 
