@@ -46,7 +46,7 @@ from interop.dcp_reader import Reader
 from interop.step_weights import DATA_SETTINGS, reading, stored_tensors
 from optim import Ema
 from runtime.bucket import BucketError, is_bucket
-from runtime.checkpoint_places import Folder, Found, fetched, gib, place_of
+from runtime.checkpoint_places import Folder, Found, fetched, gib, local_dir, place_of
 from runtime.collectives import from_rank_0, raise_on_all_ranks
 from runtime.parameter_names import timm_name
 from runtime.run_folder import set_status
@@ -138,7 +138,7 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
         ConfigError: the folder cannot take checkpoints; the checkpoint is of another model, another class list or
             another optimizer, or was tampered with; `init_from` does not fit the model.
     """
-    place = None if cfg.checkpoint.ckpt_dir is None else place_of(cfg.checkpoint, session.rank)
+    place = None if cfg.checkpoint.ckpt_dir is None else place_of(cfg, session.rank)
     found = None
     if place is not None:
         place.check(state.num_bytes(), session)
@@ -174,13 +174,13 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
         logger.info(
             "%s has the optimizer's state in %s, which this run keeps in %s: converted", found.name, dtype, into
         )
-    with reading(found.name):
+    with reading(found.name, advice=place.advice):
         dcp.load(tensors, storage_reader=Reader(folder, lambda names: place.fetch(found, names)))
     state.after_load()
     if state.ema and not has_ema:
         state.ema.restart()
-    if session.is_main:
-        place.write_best(saved["best"])
+    place.tidy(folder)
+    raise_on_all_ranks(lambda: place.write_best(saved["best"]) if session.is_main else None)
     session.phases.place(saved["step"], saved.get("goodput"))
     logger.info("resumed from %s (step %d)", found.name, saved["step"])
     for line in _stream_changes(saved, cfg, sizes):
@@ -224,7 +224,7 @@ def _stream_changes(saved: dict[str, Any], cfg: Config, sizes: RunSizes) -> list
 def _init_from(name: str, state: TrainState, cfg: Config, sizes: RunSizes) -> None:
     """Copy this rank's part of somebody's weights into the model; the optimizer stays at zero."""
     if is_bucket(name):
-        name = str(fetched(name, Path(cfg.checkpoint.local_dir) / "init_from"))
+        name = str(fetched(name, local_dir(cfg) / "init_from"))
     source = weights_in.read(name)
     shapes = {name: weight.shape for name, weight in state.weights.items()}
     tensors, fresh = weights_in.fit(source, cfg.model, shapes, sizes.classes)
@@ -353,9 +353,9 @@ class Saver:
         self.group: dist.ProcessGroup | None = None  # None: the job's own
         if cfg.checkpoint.ckpt_dir is None:
             return
-        self.place = place_of(cfg.checkpoint, session.rank)
+        self.place = place_of(cfg, session.rank)
         self.place.claim()
-        self.allowance_s = state.num_bytes() / sizes.world_size / SLOWEST_DISK
+        self.allowance_s = state.num_bytes() / sizes.world_size / SLOWEST_DISK + self.place.allowance_s
         self.facts = {
             "run_id": resumed.run_id,
             "script": Path(sys.argv[0]).stem,  # with the next two, for tools/replay.py
@@ -525,7 +525,7 @@ def save_final_model(cfg: Config, *, replace: bool) -> None:
         RunError: the bucket did not give the checkpoint, or did not take the model.
     """
     try:
-        place = place_of(cfg.checkpoint)
+        place = place_of(cfg)
         if not replace and place.has_final_model():
             return
         newest = place.find(place.steps()[-1])

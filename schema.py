@@ -496,9 +496,10 @@ class CheckpointConfig:
 
     ckpt_dir: str | None
     """Folder of the checkpoints, which all nodes share, or s3://bucket/prefix; null = no checkpoints."""
-    local_dir: str
-    """With ckpt_dir or init_from in a bucket: the folder on each node for what its ranks write and read there. It needs
-    room for a node's parts of two checkpoints, on rank 0's node for a whole one and final_model."""
+    local_dir: str | None
+    """With ckpt_dir or init_from in a bucket: the folder on each node for what its ranks write and read there; null =
+    <output_dir>/checkpoints. It needs room for a node's parts of two checkpoints, on rank 0's node for a whole one and
+    final_model."""
     save_every_n_steps: PositiveInt | None
     """Steps between checkpoints. Give this or save_every_n_epochs and set the other to null; both null = only a new
     best and the last step."""
@@ -518,6 +519,14 @@ class CheckpointConfig:
     """Write <ckpt_dir>/final_model (safetensors with timm's names) after the last step."""
 
     def __post_init__(self) -> None:
+        for key, path in {"ckpt_dir": self.ckpt_dir, "init_from": self.init_from}.items():
+            if path is not None and "://" in path and not path.startswith("s3://"):
+                raise ConfigError(
+                    f"checkpoint.{key}={path} is no folder and no s3://bucket/prefix: give one; services that speak S3 "
+                    "are reached by AWS_ENDPOINT_URL"
+                )
+        if self.local_dir is not None and "://" in self.local_dir:
+            raise ConfigError(f"checkpoint.local_dir={self.local_dir} must be a folder on each node: give a path")
         steps, epochs = "checkpoint.save_every_n_steps", "checkpoint.save_every_n_epochs"
         _at_most_one(steps, self.save_every_n_steps, epochs, self.save_every_n_epochs)
 

@@ -36,6 +36,8 @@ def reading(what: str | Path, *, advice: str = "give a whole copy") -> Iterator[
     except (Exception, CheckpointException) as error:
         if isinstance(error, CheckpointException):  # a BaseException, around the one that says what happened
             error = next(iter(error.failures.values()))[0]
+            if isinstance(error, ConfigError):
+                raise error from None
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = lines[0] if lines else "it ends too early"
         raise ConfigError(f"{what} cannot be read ({type(error).__name__}: {reason}): {advice}") from error

@@ -45,7 +45,7 @@ from runtime.collectives import from_rank_0, raise_on_all_ranks
 from runtime.files import write_json
 from runtime.session import Session
 from runtime.step_folders import STEP_FOLDER, step_folders
-from schema import CheckpointConfig, ConfigError, RunError
+from schema import Config, ConfigError, RunError
 
 logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -73,6 +73,8 @@ class Folder:
     """
 
     is_shared = True  # `folder`, by all nodes
+    advice = "give a whole copy"  # where a checkpoint cannot be read
+    allowance_s = 0.0  # beyond the time that writing takes
 
     def __init__(self, path: Path, rank: int) -> None:
         self.folder, self.rank, self.key = path, rank, f"checkpoint.ckpt_dir={path}"
@@ -181,7 +183,7 @@ class Folder:
         os.replace(folder, final)
 
     def tidy(self, folder: Path) -> None:
-        """Delete what this process needs no more, now that `folder` is committed; on each rank."""
+        """Delete what this process needs no more, now that `folder` is committed or loaded; on each rank."""
 
     def prune(self, doomed: list[int]) -> None:
         """Delete these complete checkpoints, and what was given up; what cannot be deleted is a warning."""
@@ -237,6 +239,8 @@ class InBucket(Folder):
     """
 
     is_shared = False
+    advice = "see that the bucket can be reached, and start again"
+    allowance_s = 600.0  # ten attempts of a request, each given up after a minute
 
     def __init__(self, url: str, folder: Path, rank: int) -> None:
         self.bucket, self.folder, self.rank = Bucket.of(url), folder, rank
@@ -471,16 +475,20 @@ class InBucket(Folder):
         self.bucket.put(f"final_model/{MANIFEST}", _manifest("", facts, {}))
 
 
-def place_of(cfg: CheckpointConfig, rank: int = 0) -> Folder:
+def local_dir(cfg: Config) -> Path:
+    """The folder on each node for what is in a bucket."""
+    return Path(cfg.checkpoint.local_dir or Path(cfg.output_dir) / "checkpoints")
+
+
+def place_of(cfg: Config, rank: int = 0) -> Folder:
     """The place that checkpoint.ckpt_dir names, which is not null.
 
     Raises:
         ConfigError: it names no bucket, or boto3 is not installed.
     """
-    assert cfg.ckpt_dir is not None
-    if is_bucket(cfg.ckpt_dir):
-        return InBucket(cfg.ckpt_dir, Path(cfg.local_dir), rank)
-    return Folder(Path(cfg.ckpt_dir), rank)
+    where = cfg.checkpoint.ckpt_dir
+    assert where is not None
+    return InBucket(where, local_dir(cfg), rank) if is_bucket(where) else Folder(Path(where), rank)
 
 
 def fetched(url: str, folder: Path) -> Path:

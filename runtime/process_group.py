@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from runtime import cuda_graphs, preemption
 from runtime.bucket import is_bucket
+from runtime.checkpoint_places import local_dir
 from runtime.run_folder import lock_folder, read_status, set_status, set_up_logging, write_provenance
 from runtime.session import TIMEOUT, Session
 from runtime.watch import Watch
@@ -47,7 +48,7 @@ def dist_session(cfg: Config) -> Iterator[Session]:
         held.enter_context(lock_folder(session.output_dir, "output_dir"))
         key, folder = "checkpoint.ckpt_dir", Path(cfg.checkpoint.ckpt_dir or session.output_dir)
         if is_bucket(cfg.checkpoint.ckpt_dir):
-            key, folder = "checkpoint.local_dir", Path(cfg.checkpoint.local_dir)
+            key, folder = "checkpoint.local_dir", local_dir(cfg)
         if session.output_dir.absolute() not in (folder.absolute(), *folder.absolute().parents):
             held.enter_context(lock_folder(folder, key))
 

@@ -20,6 +20,7 @@ from conftest import (
     run_command,
     run_tasks,
     task_of,
+    tiny_config,
 )
 from safetensors.torch import load
 
@@ -282,7 +283,7 @@ def test_only_the_files_that_a_load_reads_are_fetched(job, bucket, server):
     one.restore()
     one.save(2)
     one.close()
-    place = place_of(one.cfg.checkpoint)
+    place = place_of(one.cfg)
     place.folder = one.local.with_name("empty")
     found = place.find(2)
     folder = place.opened(found)
@@ -292,6 +293,12 @@ def test_only_the_files_that_a_load_reads_are_fetched(job, bucket, server):
     server.set()
     place.fetch(found, ["__0_0.distcp"])
     assert server.counts()["requests"] == 0
+
+
+def test_other_schemes_and_a_local_folder_in_a_bucket_are_refused():
+    assert "is no folder and no s3://bucket/prefix" in error_of(tiny_config, "checkpoint.ckpt_dir=gs://bucket/run")
+    assert "is no folder and no s3://bucket/prefix" in error_of(tiny_config, "checkpoint.init_from=gs://bucket/run")
+    assert "must be a folder on each node" in error_of(tiny_config, "checkpoint.local_dir=s3://bucket/run")
 
 
 # Runs of two processes, each a node

@@ -136,6 +136,7 @@ ON = {
 OF_A_GPU = {"compile", "data.decoder", "profiler.memory_snapshot", "model.transformer_engine", "cuda_graphs"}
 OF_A_GPU |= {"fsdp2.cpu_offload"} | {key for key in schema_leaves() if key.startswith("fp8_config.")}
 OF_A_GPU |= {"mfsdp.outer_dp_sharding_strategy"}
+OF_A_BUCKET = {"checkpoint.local_dir"}  # tests/test_bucket_checkpoint.py
 NEVER = {"data.image_size", "distributed.tp", "distributed.dp_outer", "distributed.dp_shard"}  # but as derived, alone
 NOT_WITH_MEGATRON_FSDP = {"model.freeze", "model.implementation", "model.pos_embed", "precision"}
 
@@ -308,7 +309,7 @@ def test_what_is_refused_alone_has_a_use(script, image_folder, folders, read_by)
     cfg = plain(image_folder, script)
     others = tuple(f"{name.removeprefix('train_')}." for name in SCRIPTS if name != script)
     useless = []
-    never = NEVER | OF_A_GPU | (NOT_WITH_MEGATRON_FSDP if script == "train_mfsdp" else set())
+    never = NEVER | OF_A_GPU | OF_A_BUCKET | (NOT_WITH_MEGATRON_FSDP if script == "train_mfsdp" else set())
     for key in sorted(schema_leaves() - never):
         value = another_value(cfg, key)
         if key.startswith(others) or not isinstance(accepted(cfg, {key: value}, script), str):

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -177,8 +178,8 @@ def manifests() -> set[int]:
     return {int(key[5:13]) for key in Bucket.of(URL).list("step_") if key.endswith("/manifest.json")}
 
 
-def campaign(kills: int, seed: int, folder: Path) -> dict[str, Any]:
-    """All processes; what was hit, and what each next one found."""
+def campaign(kills: int, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """All processes; after each kill, what was hit so far and what each next one found."""
     import launch
 
     rng = random.Random(seed)
@@ -188,7 +189,7 @@ def campaign(kills: int, seed: int, folder: Path) -> dict[str, Any]:
     moments: collections.Counter = collections.Counter()
     bad: list[str] = []
     lives, done, durable, resumes, changed = 0, 0, 0, 0, 0
-    while done < kills:
+    while done < kills and len(bad) < 6:
         before = manifests()
         place, way = folder / f"life{lives}", rng.choice((False, True))
         saving = dataclasses.replace(cfg.checkpoint, local_dir=str(place / "local"), async_save=way)
@@ -211,10 +212,8 @@ def campaign(kills: int, seed: int, folder: Path) -> dict[str, Any]:
         shutil.rmtree(life.folder)
         if done % 20 == 0 and hit is not None:
             print(f"{done} kills, {resumes} resumes, {len(bad)} false, {changed} bytes changed", flush=True)
-        if len(bad) > 5:
-            break
-    result = {"kills": done, "moments": dict(sorted(moments.items())), "resumes": resumes}
-    return result | {"steps": durable, "false_resumes": len(bad), "bytes_changed": changed, "failures": bad}
+        result = {"kills": done, "moments": dict(sorted(moments.items())), "resumes": resumes}
+        yield result | {"steps": durable, "false_resumes": len(bad), "bytes_changed": changed, "failures": bad}
 
 
 def main() -> None:
@@ -241,10 +240,12 @@ def main() -> None:
             os.environ |= server.environment
             server.set(**FAULTS)
             start = time.monotonic()
-            results = campaign(args.kills, args.seed, folder)
-            results |= {"minutes": round((time.monotonic() - start) / 60, 1), "asked_of_the_proxy": FAULTS}
-            results |= {"server": server.counts()}
-    args.output.write_text(json.dumps({"meta": meta, "results": results}, indent=1) + "\n")
+            results: dict[str, Any] = {}
+            for results in campaign(args.kills, args.seed, folder):
+                results |= {"minutes": round((time.monotonic() - start) / 60, 1), "asked_of_the_proxy": FAULTS}
+                results |= {"server": server.counts()}
+                # Now, so that a campaign that is broken off has left what it found.
+                args.output.write_text(json.dumps({"meta": meta, "results": results}, indent=1) + "\n")
     print(json.dumps(results, indent=1))
     sys.exit(bool(results["false_resumes"] or results["bytes_changed"]))
 

@@ -253,11 +253,12 @@ def check_disk(cfg: Any) -> Iterator[Row]:
     import torch
 
     from runtime.bucket import is_bucket
+    from runtime.checkpoint_places import local_dir
     from vit import VisionTransformer
 
     folders = {"output_dir": cfg.output_dir, "checkpoint.ckpt_dir": cfg.checkpoint.ckpt_dir}
     if is_bucket(folders["checkpoint.ckpt_dir"]):  # which a run tries itself, before its first step
-        folders = {"output_dir": cfg.output_dir, "checkpoint.local_dir": cfg.checkpoint.local_dir}
+        folders = {"output_dir": cfg.output_dir, "checkpoint.local_dir": str(local_dir(cfg))}
     for key, path in folders.items():
         if path is None:
             continue
