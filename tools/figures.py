@@ -26,13 +26,15 @@ CITED = re.compile(r"benchmarks/([\w*]+\.(?:json|log|png))|`(\w+_(?:cpu|h[12]00\
 
 TRAINING = ("trainer.py", "optim.py", "vit.py", "modeling.py", "imagenet_dataset.py", "train_ddp.py")
 READING = ("imagenet_dataset.py", "input_pipeline/decode.py", "input_pipeline/augment.py")
-STOPPING = ("runtime/preemption.py", "runtime/process_group.py", "checkpoint.py", "trainer.py", "launch.py")
+SAVING = ("checkpoint.py", "runtime/checkpoint_places.py")
+STOPPING = ("runtime/preemption.py", "runtime/process_group.py", *SAVING, "trainer.py", "launch.py")
 STRATEGIES = (*TRAINING, "train_fsdp2.py", "train_mfsdp.py", "vit_te.py")
 # How a file's name begins, the longest that fits -> the code that it measured; () where that is not ours.
 MEASURED: dict[str, tuple[str, ...]] = {
     "any_to_any": ("checkpoint.py", "train_ddp.py", "train_fsdp2.py", "trainer.py", "optim.py"),
     "attention": ("vit.py",),
     "attention_nan": (),
+    "bucket_campaign": (*SAVING, "runtime/bucket.py", "tools/bucket_campaign.py"),
     "cifar10": (*TRAINING, "input_pipeline/device_cache.py", "config/cifar10_vit.yaml", "config/cifar10_vit_48.yaml"),
     "compare": (*TRAINING, "tools/compare.py", "config/cifar10_vit.yaml"),
     "cuda_graphs": ("runtime/cuda_graphs.py", "trainer.py", "optim.py"),
