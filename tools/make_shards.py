@@ -1,12 +1,18 @@
-"""Class folders to tar shards in WebDataset's layout, or index files for shards that are there.
+"""Class folders or Parquet to tar shards in WebDataset's layout, or index files for shards that are there.
 
     python tools/make_shards.py /data/imagenet /data/imagenet-shards
+    python tools/make_shards.py /data/imagenet-1k-parquet /data/imagenet-shards
     python tools/make_shards.py --index /data/imagenet-shards
 
 SOURCE holds train/<class>/<image> and val/<class>/<image>, as data.path of a run; the files go into the shards as
 they are. TARGET gets train/train-000000.tar ..., val/val-000000.tar ..., classes.txt and an index for each split: train
 on it with data.source=webdataset data.path=TARGET. The order is shuffled by --seed. The same images and options give
 the same bytes. A run that was stopped goes on where it was: shards that are whole are kept.
+
+SOURCE may also hold a Parquet data set in Hugging Face's layout: train*.parquet and validation*.parquet (else
+test*.parquet), right there, in data/ or in folders of these names, with columns image {bytes, path} and label, and the
+features in the schema. The images are unpacked to files below --scratch first, which takes their size in space once
+more until the end.
 
 --index lists shards that other tools made (train/*.tar and val/*.tar, or all in one folder), says what is damaged, and
 writes the index files; a folder that is read-only needs them.
@@ -28,6 +34,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
@@ -36,7 +43,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from input_pipeline import tar_shards
+from input_pipeline import parquet_images, tar_shards
 from input_pipeline.image_folders import scan
 from runtime import seeding
 from schema import ConfigError
@@ -80,6 +87,16 @@ def from_folder(source: str, split: str) -> ImageList:
         sizes=lambda: np.array([os.path.getsize(file) for file in tqdm(files, "sizes", unit="file", disable=None)]),
         read=lambda index: Path(files[index]).read_bytes(),
     )
+
+
+def from_parquet(source: str, split: str, scratch: Path, columns: tuple[str, str] | None) -> ImageList:
+    """The images of a Parquet data set.
+
+    Raises:
+        ConfigError: as `parquet_images.ParquetImages` says.
+    """
+    found = parquet_images.ParquetImages(source, split, scratch, columns)
+    return ImageList(found.classes, found.names, found.labels.tolist(), sizes=lambda: found.sizes, read=found.read)
 
 
 def keys_of(names: list[str]) -> list[tuple[str, str]]:
@@ -258,12 +275,36 @@ def _number(kind: type, *, above: int) -> Callable[[str], Any]:
     return number
 
 
+def make(args: argparse.Namespace) -> None:
+    """Shards of both splits.
+
+    Raises:
+        ConfigError: as `from_folder`, `from_parquet` and `write_split` say.
+    """
+    if not parquet_images.is_parquet(args.source):
+        if given := [name for name in ("scratch", "columns") if getattr(args, name)]:
+            raise ConfigError(f"--{given[0]} is for Parquet, and {args.source} holds no *.parquet: leave it out")
+        for split in SPLITS:
+            write_split(args.target, split, from_folder(args.source, split), args)
+        return
+    scratch = args.scratch or args.target / ".unpacked"
+    for split in SPLITS:
+        files = parquet_images.find(args.source, split)
+        print(f"{split}: {len(files)} Parquet files, the first is {files[0]}")
+        write_split(args.target, split, from_parquet(args.source, split, scratch, args.columns), args)
+    shutil.rmtree(scratch)
+
+
 def main() -> None:
     """Parse and run."""
     parser = Parser(__doc__)
     parser.add_argument("source", metavar="SOURCE", nargs="?")
     parser.add_argument("target", metavar="TARGET", nargs="?", type=Path)
     parser.add_argument("--index", metavar="FOLDER", help="only write the index files of the shards in FOLDER")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="FOLDER", help="of a Parquet SOURCE's unpacked images (TARGET/.unpacked)"
+    )
+    parser.add_argument("--columns", nargs=2, metavar=("IMAGE", "LABEL"), help="of a Parquet SOURCE (image label)")
     add_options(parser)
     args = parser.parse_args()
     if (args.index is None) == (args.target is None):
@@ -271,8 +312,7 @@ def main() -> None:
     try:
         if args.index is not None:
             sys.exit(0 if index(args.index) else 1)
-        for split in SPLITS:
-            write_split(args.target, split, from_folder(args.source, split), args)
+        make(args)
     except (ConfigError, OSError) as error:
         exit_with(str(error))
     except KeyboardInterrupt:
