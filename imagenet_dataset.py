@@ -1,7 +1,7 @@
 """Class folders or tar shards to batches, in an order that is a function of (seed, step) alone.
 
     <path>/train/<class>/<image>    <path>/val/<class>/<image>        data.source=folder
-    <path>/train/*.tar                <path>/val/*.tar                    data.source=webdataset
+    <path>/train/*.tar                <path>/val/*.tar                    data.source=webdataset, a folder or s3://
 
 The training set is one endless stream of samples. Sample n = step x global batch + position; its epoch is n // N, its
 place in that epoch's order n % N, and its augmentation follows from (seed, n). So neither the worker count, nor
@@ -25,6 +25,7 @@ from torchvision.transforms.v2 import functional as F
 
 from input_pipeline import tar_shards
 from input_pipeline.augment import Augment, crop_box
+from input_pipeline.block_cache import Room
 from input_pipeline.decode import (
     Decoder,
     Encoded,
@@ -45,6 +46,7 @@ from input_pipeline.device_cache import (
 )
 from input_pipeline.image_folders import Folder, scan
 from runtime import preemption, seeding
+from runtime.bucket import is_bucket
 from schema import Config, ConfigError, DataConfig, RankError, RunSizes, pair
 
 logger = logging.getLogger(__name__)
@@ -91,9 +93,15 @@ def list_images(cfg: DataConfig, split: str) -> ImageSource:
     """What `data.path` holds of one split, class folders or tar shards.
 
     Raises:
-        ConfigError: as `scan` and `tar_shards.load` say.
+        ConfigError: as `scan`, `tar_shards.load` and `Room.prepare` say.
     """
-    return scan(cfg.path, split) if cfg.source == "folder" else tar_shards.load(cfg.path, split, cfg.on_error)
+    if cfg.source == "folder":
+        return scan(cfg.path, split)
+    if not is_bucket(cfg.path):
+        return tar_shards.load(cfg.path, split, cfg.on_error)
+    room = Room(cfg.cache_dir, cfg.cache_gb)
+    room.prepare(streams=cfg.shard_streams)
+    return tar_shards.load(cfg.path, split, cfg.on_error, room=room)
 
 
 class ImageDataset(Dataset):
@@ -128,6 +136,8 @@ class ImageDataset(Dataset):
                 place = tried % len(self)
                 try:
                     return self._load(place), int(self.images.labels[place]), failures
+                except UnreadableError:
+                    raise  # no fault of this image
                 except (OSError, ImageError) as error:
                     failures.append(f"cannot read {self.images.name(place)}: {error}")
                     if not self.skips:
@@ -137,6 +147,11 @@ class ImageDataset(Dataset):
                     if not self.is_train:
                         return self.nothing, PADDING, failures
         raise UnreadableError(f"{failures[0]}, nor any other image")
+
+    def __getitems__(self, keys: list[Key]) -> list[tuple[Any, int, list[str]]]:
+        """A batch, as torch asks for it; what is not on this machine is fetched while the first ones are decoded."""
+        self.images.expect([index for _, index in keys if index != PADDING])
+        return [self[key] for key in keys]
 
     def _load(self, index: int) -> torch.Tensor | Jpeg:
         data = self.images.read(index)

@@ -218,8 +218,8 @@ class DataConfig:
     source: Literal["folder", "webdataset", "synthetic"]
     """folder (train/<class>/<image>) | webdataset (train/*.tar) | synthetic (noise)."""
     path: str | None
-    """Folder that holds train/ and val/, given on the command line: data.path=/data/imagenet; null with source
-    synthetic only."""
+    """Folder that holds train/ and val/, given on the command line: data.path=/data/imagenet; with source webdataset
+    also s3://bucket/prefix; null with source synthetic only."""
     image_size: Size
     """Pixels of an image as the model gets it, always model.img_size: one setting drives the model and both crops."""
     num_workers: NonNegativeInt
@@ -243,6 +243,11 @@ class DataConfig:
     """With on_error skip: unreadable images a rank leaves out before it stops all the same."""
     shard_streams: PositiveInt
     """With source webdataset: places of the shards that are read at the same time, in turn."""
+    cache_dir: str | None
+    """With a path in a bucket: folder of each machine, not shared by several, that keeps what was read; null = one in
+    TMPDIR."""
+    cache_gb: PositiveFloat
+    """With a path in a bucket: gigabytes of it that cache_dir keeps; all of the set's, and it is fetched once only."""
     repeated_augmentation: PositiveInt
     """Training: times that a batch holds each of its images, differently augmented."""
     crop_scale: Range
@@ -286,6 +291,11 @@ class DataConfig:
             raise ConfigError("data.path=null: give the folder that holds train/ and val/, data.path=/data/imagenet")
         if self.source == "synthetic" and None in (self.num_synthetic_train, self.num_synthetic_val):
             raise ConfigError("data.source=synthetic needs data.num_synthetic_train and data.num_synthetic_val")
+        if self.source == "folder" and str(self.path).startswith("s3://"):
+            raise ConfigError(
+                f"data.source=folder with data.path={self.path}: a bucket holds shards; make them with "
+                f"tools/make_shards.py and set data.source=webdataset"
+            )
         if self.decoder == "nvjpeg" and self.on_error == "skip":
             raise ConfigError(
                 "data.on_error=skip with data.decoder=nvjpeg: the GPU decodes when the batch has been put together; "
@@ -970,6 +980,9 @@ def idle_keys(cfg: Config, script: str) -> dict[str, tuple[str, str]]:
         idle("data", "num_synthetic_train num_synthetic_val", source, "use data=synthetic")
     if cfg.data.source != "webdataset":
         idle("data", "shard_streams", source, "use data.source=webdataset")
+    if not str(cfg.data.path).startswith("s3://"):
+        why = f"with data.path={cfg.data.path}"
+        idle("data", "cache_dir cache_gb", why, "give a data.path in a bucket, s3://bucket/prefix")
     if cfg.data.num_workers == 0:
         idle("data", "worker_timeout_s", "with data.num_workers=0", "set data.num_workers=1")
     if cfg.data.on_error != "skip":

@@ -64,9 +64,16 @@ class DecodedImages(Dataset):
             )
         return image, int(self.images.labels[index]), []
 
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int, list[str]]]:
+        """A batch, as torch asks for it; what is not on this machine is fetched while the first ones are decoded."""
+        self.images.expect(indices)
+        return [self[index] for index in indices]
+
     def _load(self, index: int) -> torch.Tensor:
         try:
             return self.decoder.tensor(self.images.read(index))
+        except UnreadableError:
+            raise
         except (OSError, ImageError) as error:
             raise UnreadableError(f"cannot read {self.images.name(index)}: {error}; mend it") from error
 

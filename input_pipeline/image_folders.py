@@ -55,6 +55,9 @@ class Folder:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def expect(self, indices: list[int]) -> None:
+        """These are read next: nothing to do, the system reads ahead."""
+
     def name(self, index: int) -> str:
         """The image's path."""
         return os.path.join(self.root, os.fsdecode(self.files[self.ends[index] : self.ends[index + 1]]))

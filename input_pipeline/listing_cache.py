@@ -7,14 +7,14 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from runtime.files import written_whole
 
 
-def read(file: Path) -> tuple[Any, dict[str, np.ndarray]] | None:
+def read(file: Path | IO[bytes]) -> tuple[Any, dict[str, np.ndarray]] | None:
     """The note and the arrays of a listing; None if there is none, or not a whole one."""
     try:
         with np.load(file) as arrays:
@@ -27,8 +27,13 @@ def read(file: Path) -> tuple[Any, dict[str, np.ndarray]] | None:
 def write(file: Path, note: Any, arrays: dict[str, np.ndarray]) -> None:
     """Keep a listing; `note` is JSON."""
     with written_whole(file, "wb") as target:
-        named: dict[str, Any] = {"about": np.frombuffer(json.dumps(note).encode(), np.uint8), **arrays}
-        np.savez(target, **named)
+        write_to(target, note, arrays)
+
+
+def write_to(target: IO[bytes], note: Any, arrays: dict[str, np.ndarray]) -> None:
+    """Write a listing to an open file."""
+    named: dict[str, Any] = {"about": np.frombuffer(json.dumps(note).encode(), np.uint8), **arrays}
+    np.savez(target, **named)
 
 
 @contextlib.contextmanager

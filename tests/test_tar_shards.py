@@ -247,7 +247,7 @@ def test_a_shard_that_is_cut_after_it_was_listed_is_noticed(tmp_path):
 
 def count_listings(monkeypatch, log):
     """Note in a file which shard was listed, in whichever process."""
-    original = tar_shards._list_shard
+    original = tar_shards.list_shard
 
     def listing(root, tar):
         with open(log, "a") as file:
@@ -255,7 +255,7 @@ def count_listings(monkeypatch, log):
         time.sleep(0.05)
         return original(root, tar)
 
-    monkeypatch.setattr(tar_shards, "_list_shard", listing)
+    monkeypatch.setattr(tar_shards, "list_shard", listing)
     return lambda: collections.Counter(log.read_text().split()) if log.exists() else {}
 
 

@@ -2,12 +2,16 @@
 
     python tools/make_shards.py /data/imagenet /data/imagenet-shards
     python tools/make_shards.py /data/imagenet-1k-parquet /data/imagenet-shards
+    python tools/make_shards.py /data/imagenet s3://bucket/imagenet
     python tools/make_shards.py --index /data/imagenet-shards
 
 SOURCE holds train/<class>/<image> and val/<class>/<image>, as data.path of a run; the files go into the shards as
 they are. TARGET gets train/train-000000.tar ..., val/val-000000.tar ..., classes.txt and an index for each split: train
 on it with data.source=webdataset data.path=TARGET. The order is shuffled by --seed. The same images and options give
 the same bytes. A run that was stopped goes on where it was: shards that are whole are kept.
+
+TARGET may be a bucket, with boto3's own variables in the environment: a shard is written to a file below --scratch
+first, and uploaded when it is whole.
 
 SOURCE may also hold a Parquet data set in Hugging Face's layout: train*.parquet and validation*.parquet (else
 test*.parquet), right there, in data/ or in folders of these names, with columns image {bytes, path} and label, and the
@@ -36,9 +40,10 @@ import json
 import os
 import shutil
 import tarfile
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -46,9 +51,11 @@ from tqdm import tqdm
 from input_pipeline import parquet_images, tar_shards
 from input_pipeline.image_folders import scan
 from runtime import seeding
+from runtime.bucket import Bucket, NoObjectError, is_bucket
 from schema import ConfigError
 
 SPLITS = ("train", "val")
+OF_ANOTHER = "is of other images, classes, seed or shard size: give those"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +133,7 @@ def plan(images: ImageList, args: argparse.Namespace) -> list[np.ndarray]:
     return np.split(order, np.flatnonzero(np.diff(number)) + 1)
 
 
-def write_split(target: Path, split: str, images: ImageList, args: argparse.Namespace) -> None:
+def write_split(target: Path | Bucket, split: str, images: ImageList, args: argparse.Namespace) -> None:
     """Write classes.txt, the shards of one split that are not there yet, and their index.
 
     Raises:
@@ -139,17 +146,63 @@ def write_split(target: Path, split: str, images: ImageList, args: argparse.Name
         content.update(json.dumps([(keys[i], images.labels[i]) for i in part]).encode())
     if unfit := [name for name in images.classes if not name or "\n" in name or "\r" in name]:
         raise ConfigError(f"class {unfit[0]!r} cannot stand in classes.txt, one name a line: rename its folder")
+    facts = {"pictures": len(keys), "shards": len(parts), "sha256": content.hexdigest()}
+    small = {
+        "classes.txt": "".join(f"{name}\n" for name in images.classes).encode(errors="surrogateescape"),
+        f"{split}.plan.json": (json.dumps(facts) + "\n").encode(),
+    }
+    work = ShardWork(split, parts, keys, images, workers=args.workers)
+    if isinstance(target, Path):
+        _write_to_folder(target, split, small, work)
+    else:
+        _write_to_bucket(target, split, small, work, args.scratch)
+    print(f"{split}: {len(keys)} images of {len(images.classes)} classes in {len(parts)} shards, {target}/{split}")
 
+
+def _write_to_folder(target: Path, split: str, small: dict[str, bytes], work: "ShardWork") -> None:
     (target / split).mkdir(parents=True, exist_ok=True)
     with _alone(target):
-        _agree(target / "classes.txt", "".join(f"{name}\n" for name in images.classes))
-        if not (target / f"{split}.plan.json").exists() and any((target / split).glob("*.tar")):
+        is_ours = (target / f"{split}.plan.json").exists()
+        if not is_ours and any((target / split).glob("*.tar")):
             raise ConfigError(f"{target / split} holds shards that this tool did not make: give a new folder")
-        facts = {"pictures": len(keys), "shards": len(parts), "sha256": content.hexdigest()}
-        _agree(target / f"{split}.plan.json", json.dumps(facts) + "\n")
-        _write_shards(target / split, split, parts, keys, images, workers=args.workers)
+        for name, data in small.items():
+            _agree(target / name, data)
+        there = {file.name for file in (target / split).glob("*.tar")}
+        work.write(there, lambda name, write: _replace(target / split / name, write))
         tar_shards.make_index(str(target), split)
-    print(f"{split}: {len(keys)} images of {len(images.classes)} classes in {len(parts)} shards, {target / split}")
+
+
+def _write_to_bucket(
+    target: Bucket, split: str, small: dict[str, bytes], work: "ShardWork", scratch: Path | None
+) -> None:
+    """Two processes at once write the same bytes, or one of them is refused: there is no lock in a bucket."""
+    there = {key.removeprefix(f"{split}/"): stored for key, stored in target.list(f"{split}/").items()}
+    try:
+        target.get(f"{split}.plan.json")
+    except NoObjectError:
+        if any(name.endswith(".tar") for name in there):
+            raise ConfigError(
+                f"{target.url(split)} holds shards that this tool did not make: give a new prefix"
+            ) from None
+    for name, data in small.items():
+        if not target.create(name, data):
+            raise ConfigError(f"{target.url(name)} {OF_ANOTHER}, or a new prefix")
+    listed = []
+    with tempfile.TemporaryDirectory(prefix="make_shards-", dir=scratch) as folder:
+
+        def store(name: str, write: Callable[[IO[bytes]], None]) -> None:
+            file = Path(folder) / name
+            with open(file, "wb") as out:
+                write(out)
+            target.upload(file, f"{split}/{name}")
+            about = tar_shards.Tar(name, file.stat().st_size, 0)
+            listed.append(tar_shards.list_shard(Path(folder), about))
+            file.unlink()
+
+        work.write(set(there), store)
+    now = {tar.name: tar for tar in tar_shards.find(str(target), split)}  # with the ETags
+    known = [shard._replace(tar=now[f"{split}/{shard.tar.name}"]) for shard in listed]
+    tar_shards.make_index(str(target), split, known)
 
 
 @contextlib.contextmanager
@@ -162,12 +215,11 @@ def _alone(target: Path) -> Iterator[None]:
         yield
 
 
-def _agree(file: Path, content: str) -> None:
+def _agree(file: Path, data: bytes) -> None:
     """Write a small file, or see that it is there with the same content."""
-    data = content.encode(errors="surrogateescape")
     if file.exists():
         if file.read_bytes() != data:
-            raise ConfigError(f"{file} is of other images, classes, seed or shard size: give those, or a new folder")
+            raise ConfigError(f"{file} {OF_ANOTHER}, or a new folder")
         return
     _replace(file, lambda target: target.write(data))
 
@@ -182,49 +234,58 @@ def _replace(file: Path, write: Callable[[Any], Any]) -> None:
     os.replace(temporary, file)
 
 
-def _write_shards(
-    folder: Path,
-    split: str,
-    parts: list[np.ndarray],
-    keys: list[tuple[str, str]],
-    images: ImageList,
-    *,
-    workers: int,
-) -> None:
-    stopped, counting = threading.Event(), threading.Lock()
-    with (
-        tqdm(total=len(keys), desc=split, unit="image", disable=None) as bar,
-        concurrent.futures.ThreadPoolExecutor(workers) as threads,
-    ):
+class ShardWork:
+    """The shards of one split, to be written by some threads.
 
-        def count(number: int) -> None:
-            with counting:
-                bar.update(number)
+    Args:
+        split: the first part of their names.
+        parts: the images of each.
+        keys: (key, ending) of each image.
+        images: all of the split.
+        workers: shards that are written at the same time.
+    """
 
-        def write_shard(part: np.ndarray, target: Any) -> None:
-            with tarfile.open(fileobj=target, mode="w") as tar:
-                for i in part:
-                    if stopped.is_set():
-                        raise InterruptedError
-                    (key, ending), data = keys[i], images.read(i)
-                    _add(tar, key + ending, data)
-                    _add(tar, f"{key}.cls", str(images.labels[i]).encode())
-                    count(1)
+    def __init__(
+        self, split: str, parts: list[np.ndarray], keys: list[tuple[str, str]], images: ImageList, *, workers: int
+    ) -> None:
+        self.split, self.parts, self.keys, self.images, self.workers = split, parts, keys, images, workers
+        self._stopped, self._counting = threading.Event(), threading.Lock()
 
-        def write(number: int) -> None:
-            file = folder / f"{split}-{number:06d}.tar"
-            if file.exists():
-                count(len(parts[number]))
-            else:
-                _replace(file, lambda target: write_shard(parts[number], target))
+    def write(self, there: set[str], store: Callable[[str, Callable[[IO[bytes]], None]], None]) -> None:
+        """For each shard that is not `there` call store(name, write), where write(file) writes it."""
+        with (
+            tqdm(total=len(self.keys), desc=self.split, unit="image", disable=None) as bar,
+            concurrent.futures.ThreadPoolExecutor(self.workers) as threads,
+        ):
 
-        try:
-            for work in [threads.submit(write, number) for number in range(len(parts))]:
-                work.result()
-        except BaseException:
-            stopped.set()
-            threads.shutdown(cancel_futures=True)
-            raise
+            def count(number: int) -> None:
+                with self._counting:
+                    bar.update(number)
+
+            def one(number: int) -> None:
+                name, part = f"{self.split}-{number:06d}.tar", self.parts[number]
+                if name in there:
+                    count(len(part))
+                else:
+                    store(name, lambda target: self._write_shard(part, target, count))
+
+            try:
+                for work in [threads.submit(one, number) for number in range(len(self.parts))]:
+                    work.result()
+            except BaseException:
+                self._stopped.set()
+                threads.shutdown(cancel_futures=True)
+                raise
+
+    def _write_shard(self, part: np.ndarray, target: IO[bytes], count: Callable[[int], None]) -> None:
+        with tarfile.open(fileobj=target, mode="w") as tar:
+            for i in part:
+                if self._stopped.is_set():
+                    raise InterruptedError
+                (key, ending), data = self.keys[i], self.images.read(i)
+                _add(tar, key + ending, data)
+                _add(tar, f"{key}.cls", str(self.images.labels[i]).encode())
+                count(1)
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -250,8 +311,8 @@ def index(path: str) -> bool:
         if skipped:
             print(f"{split}: left out: {skipped}")
         is_whole &= not texts
-    if not (Path(path) / "classes.txt").exists():
-        print(f"there is no {Path(path) / 'classes.txt'}, one class name a line: classes are called 0, 1, 2 ...")
+    if tar_shards.class_names(path) is None:
+        print(f"there is no {path}/classes.txt, one class name a line: classes are called 0, 1, 2 ...")
     return is_whole
 
 
@@ -264,6 +325,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--megabytes-per-shard", type=_number(float, above=0), metavar="MB", help="about, of 10^6 bytes")
     parser.add_argument("--seed", type=_number(int, above=-1), default=0, help="of the order (0)")
     parser.add_argument("--workers", type=_number(int, above=0), default=8, help="files worked on at the same time (8)")
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        metavar="FOLDER",
+        help="of a Parquet SOURCE's unpacked images and of shards for a bucket (TARGET/.unpacked; TMPDIR for a bucket)",
+    )
+
+
+def folder_or_bucket(text: str) -> Path | Bucket:
+    """What TARGET names."""
+    return Bucket.of(text) if is_bucket(text) else Path(text)
 
 
 def _number(kind: type, *, above: int) -> Callable[[str], Any]:
@@ -281,13 +353,19 @@ def make(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: as `from_folder`, `from_parquet` and `write_split` say.
     """
+    if is_bucket(args.source):
+        raise ConfigError(f"SOURCE={args.source}: images are read from a folder of this machine; download them")
+    if args.scratch is not None:
+        args.scratch.mkdir(parents=True, exist_ok=True)
     if not parquet_images.is_parquet(args.source):
-        if given := [name for name in ("scratch", "columns") if getattr(args, name)]:
-            raise ConfigError(f"--{given[0]} is for Parquet, and {args.source} holds no *.parquet: leave it out")
+        if args.columns:
+            raise ConfigError(f"--columns is for Parquet, and {args.source} holds no *.parquet: leave it out")
         for split in SPLITS:
             write_split(args.target, split, from_folder(args.source, split), args)
         return
-    scratch = args.scratch or args.target / ".unpacked"
+    name = hashlib.sha256(os.path.realpath(args.source).encode()).hexdigest()[:16]
+    above = args.target if isinstance(args.target, Path) else Path(tempfile.gettempdir())
+    scratch = (args.scratch or above) / f".unpacked-{name}"  # kept by a run that is stopped, for the next one
     for split in SPLITS:
         files = parquet_images.find(args.source, split)
         print(f"{split}: {len(files)} Parquet files, the first is {files[0]}")
@@ -299,11 +377,8 @@ def main() -> None:
     """Parse and run."""
     parser = Parser(__doc__)
     parser.add_argument("source", metavar="SOURCE", nargs="?")
-    parser.add_argument("target", metavar="TARGET", nargs="?", type=Path)
+    parser.add_argument("target", metavar="TARGET", nargs="?", type=folder_or_bucket)
     parser.add_argument("--index", metavar="FOLDER", help="only write the index files of the shards in FOLDER")
-    parser.add_argument(
-        "--scratch", type=Path, metavar="FOLDER", help="of a Parquet SOURCE's unpacked images (TARGET/.unpacked)"
-    )
     parser.add_argument("--columns", nargs=2, metavar=("IMAGE", "LABEL"), help="of a Parquet SOURCE (image label)")
     add_options(parser)
     args = parser.parse_args()

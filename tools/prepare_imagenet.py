@@ -9,8 +9,8 @@ ARCHIVES is the folder that holds them, as they were downloaded:
     ILSVRC2012_img_val.tar           50,000 images in one folder
     ILSVRC2012_devkit_t12.tar.gz     their classes; needed for val
 
-TARGET gets train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, or what tools/make_shards.py makes of these folders, to the byte.
-Nothing else is written: the archives are read in place. An image has its name when it is whole, and a run that was
+TARGET gets train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, or what tools/make_shards.py makes of these folders, to the byte
+(--shards), for which it may be a bucket, s3://bucket/prefix. Nothing else is written: the archives are read in place. An image has its name when it is whole, and a run that was
 stopped goes on where it was. At the end the images are counted; what is missing is said, with exit code 1.
 """
 
@@ -38,6 +38,7 @@ from timm.data import ImageNetInfo
 from tqdm import tqdm
 
 import make_shards
+from runtime.bucket import Bucket
 from schema import ConfigError
 
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
@@ -217,7 +218,7 @@ def to_folders(archive: Archive, target: Path, split: str, workers: int) -> list
     return visit(archive, split, write, workers)
 
 
-def to_shards(archive: Archive, target: Path, split: str, args: argparse.Namespace) -> list[ArchivedImage]:
+def to_shards(archive: Archive, target: Path | Bucket, split: str, args: argparse.Namespace) -> list[ArchivedImage]:
     """List the archive, then read it in the order of the shards."""
     found = visit(archive, f"list of {split}", lambda *_: None, args.workers)
     found.sort(key=lambda image: (image.wnid, image.name))
@@ -262,6 +263,8 @@ def prepare(args: argparse.Namespace) -> list[str]:
         ConfigError: an archive is missing, damaged, or another one than it should be.
         OSError: a file cannot be read or written.
     """
+    if isinstance(args.target, Bucket) and not args.shards:
+        raise ConfigError(f"TARGET={args.target}: class folders are written to a folder of this machine; give --shards")
     needed = {"train": [TRAIN], "val": [VAL, DEVKIT]}
     names = [name for split in args.splits for name in needed[split]]
     if absent := [name for name in names if not (args.archives / name).is_file()]:
@@ -277,7 +280,7 @@ def prepare(args: argparse.Namespace) -> list[str]:
         else:
             assert devkit is not None  # read above
             archive = ValArchive(args.archives / VAL, devkit)
-        if args.shards:
+        if args.shards or not isinstance(args.target, Path):
             found = to_shards(archive, args.target, split, args)
         else:
             found = to_folders(archive, args.target, split, args.workers)
@@ -290,7 +293,7 @@ def main() -> None:
     """Parse, work, say what is missing."""
     parser = Parser(__doc__)
     parser.add_argument("archives", metavar="ARCHIVES", type=Path)
-    parser.add_argument("target", metavar="TARGET", type=Path)
+    parser.add_argument("target", metavar="TARGET", type=make_shards.folder_or_bucket)
     parser.add_argument("--splits", nargs="+", choices=("train", "val"), default=["train", "val"])
     parser.add_argument("--shards", action="store_true", help="write tar shards in place of class folders")
     make_shards.add_options(parser)
