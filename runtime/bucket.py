@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import random
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -199,9 +200,27 @@ def _client(_process: int) -> Any:
     from boto3.session import Session
     from botocore.config import Config
 
+    _draw_from_another_generator()
     retries = {"total_max_attempts": ATTEMPTS, "mode": "standard"}
     config = Config(retries=retries, connect_timeout=10, read_timeout=60, max_pool_connections=64)
     return Session().client("s3", config=config)
+
+
+@functools.lru_cache
+def _draw_from_another_generator() -> None:
+    """Keep boto3 away from Python's global generator.
+
+    It draws its pauses and names from there, in any thread and at any time; what images are augmented with comes from
+    there, too, and has to follow from the sample's number alone. There is no setting for it.
+    """
+    import botocore.utils
+    import s3transfer.utils
+    from botocore.retries.standard import ExponentialBackoff
+
+    own = random.Random()
+    vars(botocore.utils)["random"] = vars(s3transfer.utils)["random"] = own  # as the module, it can draw
+    init: Any = functools.partialmethod(ExponentialBackoff.__init__, random=own.random)
+    ExponentialBackoff.__init__ = init
 
 
 def _errors() -> tuple[type[Exception], ...]:

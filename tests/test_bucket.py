@@ -137,3 +137,16 @@ def test_what_goes_wrong_each_time_is_said_in_one_line(faults, bucket, server, m
         assert "\n" not in str(caught.value)
     monkeypatch.undo()
     module._client.cache_clear()
+
+
+def test_python_s_own_generator_is_left_alone(bucket, server, tmp_path):
+    """Images are augmented from it, while threads fetch others: pauses before another attempt must not come from it."""
+    bucket.put("one", b"1")
+    server.set(fail=0.5, seed=1)
+    random.seed(3)
+    before = random.getstate()
+    for _ in range(3):
+        bucket.get("one")
+    server.set()
+    bucket.download("one", tmp_path / "one")
+    assert random.getstate() == before

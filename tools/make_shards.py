@@ -252,7 +252,7 @@ class ShardWork:
         self._stopped, self._counting = threading.Event(), threading.Lock()
 
     def write(self, there: set[str], store: Callable[[str, Callable[[IO[bytes]], None]], None]) -> None:
-        """For each shard that is not `there` call store(name, write), where write(file) writes it."""
+        """Have each shard that is not `there` stored, by its name and a function that writes it to an open file."""
         with (
             tqdm(total=len(self.keys), desc=self.split, unit="image", disable=None) as bar,
             concurrent.futures.ThreadPoolExecutor(self.workers) as threads,

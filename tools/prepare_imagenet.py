@@ -10,8 +10,9 @@ ARCHIVES is the folder that holds them, as they were downloaded:
     ILSVRC2012_devkit_t12.tar.gz     their classes; needed for val
 
 TARGET gets train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, or what tools/make_shards.py makes of these folders, to the byte
-(--shards), for which it may be a bucket, s3://bucket/prefix. Nothing else is written: the archives are read in place. An image has its name when it is whole, and a run that was
-stopped goes on where it was. At the end the images are counted; what is missing is said, with exit code 1.
+(--shards), for which it may be a bucket, s3://bucket/prefix. Nothing else is written: the archives are read in place.
+An image has its name when it is whole, and a run that was stopped goes on where it was. At the end the images are
+counted; what is missing is said, with exit code 1.
 """
 
 import sys
