@@ -55,7 +55,7 @@ def in_bucket(server, image_folder):
 @pytest.fixture(autouse=True)
 def quick(server, monkeypatch):
     """Blocks of which a shard has many."""
-    monkeypatch.setattr(block_cache, "BLOCK", 1024)
+    monkeypatch.setattr(block_cache, "BLOCK", 2048)
     server.set()
 
 
@@ -156,17 +156,18 @@ def test_batches_are_those_of_the_folder_for_any_workers_ranks_and_resume(in_buc
     """Over bad lines, too; each with blocks of its own to fetch."""
     want = list(batches(config(made_shards, None, "num_train_steps=8")))
     server.set(fail=0.03, cut=0.03)
-    for workers, world_size, start_step in ((0, 1, 0), (3, 2, 0), (1, 2, 5)):
+    for workers, world_size, start_step in ((0, 1, 0), (2, 2, 5)):
         cfg = config(in_bucket, tmp_path / f"{workers}{world_size}", "num_train_steps=8", f"data.num_workers={workers}")
         assert is_same(batches(cfg, world_size=world_size, start_step=start_step), want[start_step:])
     assert server.counts()["faults"]["cut"] > 0
+    server.set()
     val, ours = (loaders_of(config(*where))[1] for where in ((made_shards, None), (in_bucket, tmp_path / "01")))
     assert is_same(ours, val)
 
 
 def test_a_byte_is_fetched_once_a_machine_and_a_second_epoch_fetches_nothing(in_bucket, tmp_path, server):
     """60 images in batches of 24: the third step begins the second epoch."""
-    cfg = config(in_bucket, tmp_path, "data.num_workers=2", "num_train_steps=5")
+    cfg = config(in_bucket, tmp_path, "data.num_workers=1", "num_train_steps=5")
     total, fetched = sum(shard_sizes(in_bucket)), []
     for rank in (0, 1, 0):
         loader = loaders_of(cfg, rank=rank, world_size=2)[0]
@@ -179,6 +180,7 @@ def test_a_byte_is_fetched_once_a_machine_and_a_second_epoch_fetches_nothing(in_
     assert total * 0.8 < kept < total * 1.05
 
 
+@pytest.mark.slow
 def test_ranks_at_the_same_time_fetch_no_block_twice(in_bucket, tmp_path, server):
     cfg = config(in_bucket, tmp_path, "data.num_workers=2", "num_train_steps=5")
     ranks = [loaders_of(cfg, rank=rank, world_size=2)[0] for rank in range(2)]
@@ -208,7 +210,7 @@ def test_the_folder_of_blocks_stays_within_its_bound(in_bucket, tmp_path, monkey
     folder = block_cache.Room(str(tmp_path), 1).path
     assert len(list(loaders_of(cfg)[0])) == 6
     kept = sum(size for _, size, _ in block_cache._files(folder))
-    assert 10_000 < kept <= 20_000 + block_cache.CHECKED_EVERY * 1100 < sum(shard_sizes(in_bucket))
+    assert 10_000 < kept <= 20_000 + block_cache.CHECKED_EVERY * 2100 < sum(shard_sizes(in_bucket))
 
 
 def test_small_images_are_kept_on_the_device(tmp_path):
@@ -243,14 +245,14 @@ def hold_the_lock(path, is_held):
 
 
 def test_a_block_of_a_process_that_was_killed_is_written_again(server, tmp_path):
-    bucket, data = Bucket.of("s3://bucket/blocks"), bytes(range(256)) * 10
+    bucket, data = Bucket.of("s3://bucket/blocks"), bytes(range(256)) * 20
     bucket.put("one", data)
     blocks, folder = cache(bucket, "one", tmp_path)
-    assert blocks.read(0, 1000, 1200) == data[1000:2200]
-    assert blocks.read(0, 2559, 1) == data[-1:]
-    assert blocks.read(0, 1024, 0) == b""
+    assert blocks.read(0, 2000, 2400) == data[2000:4400]
+    assert blocks.read(0, 5119, 1) == data[-1:]
+    assert blocks.read(0, 2048, 0) == b""
     files = sorted(folder.iterdir())
-    assert [file.stat().st_size for file in files] == [1029, 1029, 517]
+    assert [file.stat().st_size for file in files] == [2053, 2053, 1029]
     for file in files:
         file.write_bytes(b"")
     is_held = FORK.Event()
@@ -259,7 +261,7 @@ def test_a_block_of_a_process_that_was_killed_is_written_again(server, tmp_path)
     assert is_held.wait(60)
     assert blocks._fetch(0, 1, wait=False) is None
     os.kill(process.pid, signal.SIGKILL)
-    assert blocks.read(0, 1000, 1200) == data[1000:2200]  # waits for the lock
+    assert blocks.read(0, 2000, 2400) == data[2000:4400]  # waits for the lock
     process.join(60)
 
 
