@@ -19,17 +19,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # TorchTrainer's workers would join a group
-
-
-@ray.remote(num_cpus=0)
-class Starts:
-    """How often the ranks have been started; Ray does not tell them."""
-
-    count = 0
-
-    def add(self) -> int:  # noqa: D102
-        self.count += 1
-        return self.count
+from ray.util.queue import Queue
 
 
 def run_rank(job: dict) -> int:
@@ -37,9 +27,10 @@ def run_rank(job: dict) -> int:
     ray_says, meeting = get_context(), None
     place = {name: getattr(ray_says, f"get_{name}")() for name in ("local_rank", "local_world_size", "world_size")}
     if (rank := ray_says.get_world_rank()) == 0:
+        job["starts"].put(None)
         with socket.socket() as free:
             free.bind(("", 0))
-            meeting = ray.util.get_node_ip_address(), free.getsockname()[1], ray.get(job["starts"].add.remote())
+            meeting = ray.util.get_node_ip_address(), free.getsockname()[1], job["starts"].qsize()
     place["rank"], (place["master_addr"], place["master_port"], start) = rank, broadcast_from_rank_zero(meeting)
     resume = ["checkpoint.resume_from_checkpoint=true"] if start > 1 else []  # what is to start afresh does so once
     # Ray kills a worker: by setpriv its rank gets SIGTERM, and saves. In a session of its own, because Ray's own end
@@ -47,7 +38,9 @@ def run_rank(job: dict) -> int:
     command = ["setpriv", "--pdeathsig", "TERM", sys.executable, *job["arguments"], *resume]
     env = os.environ | {name.upper(): str(value) for name, value in place.items()}
     code = subprocess.run(command, cwd=job["folder"], env=env, start_new_session=True).returncode
-    return code if code in (0, 2) else sys.exit(f"rank {rank} ended with exit code {code}")
+    if code and not (code == 2 and start == 1):  # later, 2 may be the lock of ranks that are still saving
+        raise RuntimeError(f"rank {rank} ended with exit code {code}")
+    return code
 
 
 if __name__ == "__main__":
@@ -56,7 +49,8 @@ if __name__ == "__main__":
         sys.exit(2)
     ray.init()
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # which Ray Train hears
-    job = {"starts": Starts.remote(), "arguments": sys.argv[2:], "folder": os.getcwd()}
+    starts = Queue(actor_options={"num_cpus": 0})  # an entry for each start of the ranks, whom Ray does not tell
+    job = {"starts": starts, "arguments": sys.argv[2:], "folder": os.getcwd()}
     scaling = ScalingConfig(num_workers=int(sys.argv[1]), use_gpu="GPU" in ray.cluster_resources())
     run = RunConfig(failure_config=FailureConfig(max_failures=int(os.environ.get("RESTARTS", "3"))))
     run.worker_runtime_env = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}}  # see run_rank
