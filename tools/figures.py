@@ -49,6 +49,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "image_build": ("Dockerfile", "requirements.txt", "requirements-gpu.txt"),
     "kill_campaign": (*STOPPING, "tools/kill_campaign.py"),
     "large": STRATEGIES,
+    "launchers": ("launchers/ray_train.py", "launchers/jobset.yaml", "slurm.sh", "launch.py", "checkpoint.py"),
     "levers": ("vit.py", "vit_te.py", "optim.py"),
     "loader": READING,
     "memory": STRATEGIES,
