@@ -134,6 +134,7 @@ if IS_ENTRYPOINT:
 from schema import (  # noqa: E402  (after the versions' check)
     Config,
     ConfigError,
+    NodeLeftError,
     RankError,
     RunError,
     idle_keys,
@@ -637,6 +638,8 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
         record(main)(cfg)  # torchrun then shows this process's error as the root cause
     except ConfigError as error:
         exit_with(str(error))
+    except NodeLeftError as error:
+        exit_with(str(error), rank_variable="LOCAL_RANK", code=1)
     except RankError as error:
         exit_with(f"rank {os.environ.get('RANK', '0')}: {error}", rank_variable=None, code=1)
     except RunError as error:

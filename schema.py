@@ -28,6 +28,10 @@ class RankError(RunError):
     """A failure of this rank alone, which speaks for itself; torchrun then ends the others."""
 
 
+class NodeLeftError(RunError):
+    """Another node left the run, and this one is saved: its torchrun starts it again with the nodes that are left."""
+
+
 Rate = Annotated[float, Field(ge=0, lt=1)]  # a probability that leaves something over
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]

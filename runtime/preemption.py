@@ -9,6 +9,8 @@ So the answer is the same everywhere at the same step, however far the ranks are
 device. The loop then saves, once, and `status.json` says `preempted`. Before the first step nothing is saved. An
 evaluation is broken off; its checkpoint is marked, and the next start begins with that evaluation.
 
+A node may also leave a run that goes on without it (`another_node_left`).
+
 Imports nothing but the standard library at first: launch.py listens before torch, whose import takes seconds.
 """
 
@@ -25,6 +27,8 @@ from typing import Any
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # The terminal sends Ctrl-C to all processes, and torchrun hands it on to its own: the same one, seconds later at most.
 HANDED_ON_S = 3.0
+# Torchruns that are asked alike, or that see a node join, signal their ranks within this time.
+ALL_TOLD_S = 3.0
 _received: list[int] = []
 _first_interrupt: list[float] = []
 
@@ -96,6 +100,29 @@ def listening() -> Iterator[None]:
             signal.signal(number, handler)
         _received.clear()
         _first_interrupt.clear()
+
+
+def is_asked() -> bool:
+    """Whether this very process received a signal."""
+    return bool(_received)
+
+
+def another_node_left() -> bool:
+    """Whether other nodes alone were asked to stop, in a job that torchrun --max-restarts keeps; takes up to 3 seconds.
+
+    A torchrun that is signalled leaves, and signals no ranks but its own. Those of the others have stopped with them,
+    and must end by an error, for their torchruns to start them again with the nodes that are left: after an orderly end
+    a torchrun waits for the one that has gone, and closes the job to all. When a node joins, or all are asked, each
+    torchrun signals its ranks.
+    """
+    attempts = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    count, most = attempts
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1 or count >= most:
+        return False
+    deadline = time.monotonic() + ALL_TOLD_S
+    while not is_asked() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_asked()
 
 
 class Stop:

@@ -20,7 +20,7 @@ from runtime.checkpoint_places import local_dir
 from runtime.run_folder import lock_folder, read_status, set_status, set_up_logging, write_provenance
 from runtime.session import TIMEOUT, Session
 from runtime.watch import Watch
-from schema import Config, ConfigError
+from schema import Config, ConfigError, NodeLeftError
 
 # For all processes to be there, where no torchrun has seen to that.
 JOIN_TIMEOUT = timedelta(seconds=60)
@@ -36,6 +36,7 @@ def dist_session(cfg: Config) -> Iterator[Session]:
 
     Raises:
         ConfigError: a live run holds the output folder.
+        NodeLeftError: at the very end, all is saved: on the ranks of nodes that torchrun shall start again.
     """
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -95,6 +96,15 @@ def dist_session(cfg: Config) -> Iterator[Session]:
             raise
         if not session.stop.signal:
             set_status(session, "finished")
+        elif preemption.another_node_left():
+            raise _node_left()
+
+
+def _node_left() -> NodeLeftError:
+    count, most = (os.environ[f"TORCHELASTIC_{name}"] for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return NodeLeftError(
+        f"another node left the run: torchrun starts this one's ranks again, restart {int(count) + 1} of {most}"
+    )
 
 
 def _leave_process_group(session: Session, watch: Watch) -> None:
