@@ -248,6 +248,16 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
         raise ConfigError("fsdp2.cpu_offload=true needs a CUDA GPU: without one everything is in host memory already")
 
 
+def ranks_to_use(cfg: Config, script: str, world_size: int) -> int:
+    """With distributed.stand_by the largest number of ranks, of those there are, that the config takes; else all."""
+    for ranks in range(world_size, 0, -1) if cfg.distributed.stand_by else ():
+        with contextlib.suppress(ConfigError):
+            check_script(cfg, script, ranks)
+            split_batch(cfg, ranks)
+            return ranks
+    return world_size  # what is wrong has nothing to do with their number
+
+
 def _check_tensor_parallel(cfg: Config, script: str) -> None:
     """Refuse what `distributed.tp` cannot cut, or was not seen to work with.
 
@@ -607,6 +617,7 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
 
     import imagenet_dataset
     from observability import profiling
+    from runtime import process_group
 
     console.never_raise()
     use_srun()
@@ -619,6 +630,7 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
     arguments = sys.argv[1:]
     try:
         cfg, typed = compose(script, arguments)
+        there, world_size = world_size, ranks_to_use(cfg, script, world_size)
         check_script(cfg, script, world_size)
         notes = [check_options(cfg, script, typed), check_demo(arguments)]
         split_batch(cfg, world_size)
@@ -628,6 +640,11 @@ def launch(main: Callable[[Config], dict[str, float]]) -> None:
         sizes = imagenet_dataset.run_sizes(cfg, world_size)
     except ConfigError as error:  # about files: each node has its own, and the first rank of each speaks
         exit_with(str(error), rank_variable="LOCAL_RANK")
+    if world_size < there:
+        notes.append(f"the batch does not divide by {there} ranks: ranks {world_size} to {there - 1} stand by")
+        os.environ |= {"WORLD_SIZE": str(world_size), "RANKS_STANDING_BY": str(there - world_size)}
+        if int(os.environ["RANK"]) >= world_size:
+            main = process_group.stand_by
     for note in notes if os.environ.get("RANK", "0") == "0" else ():
         if note:
             print(f"note: {note}", file=sys.stderr, flush=True)

@@ -623,6 +623,9 @@ class DistributedConfig:
     null = never. A debugger that stops a rank looks like a hang."""
     slow_rank_factor: Annotated[float, Field(gt=1)] | None
     """Work of a rank in a step, over the median rank's, 1.5 say, from which on it is named as slow; null = never."""
+    stand_by: bool
+    """The run takes as many ranks as divide the batch, and the last ones do nothing; false = such a number is refused.
+    For nodes that join and leave."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -1056,14 +1059,24 @@ def split_batch(cfg: Config, world_size: int) -> BatchSplit:
     Raises:
         ConfigError: the global batch is not micro batch x ranks x a whole number.
     """
-    ranks = world_size // (cfg.distributed.tp or 1)
+    tp = cfg.distributed.tp or 1
+    ranks = world_size // tp
     micro = cfg.micro_batch_size or max(cfg.global_batch_size // ranks, 1)
     accumulation, rest = divmod(cfg.global_batch_size, micro * ranks)
     if rest or not accumulation:
         nearest = max(accumulation, 1) * micro * ranks
+        advice = f"use global_batch_size={nearest}, or another micro_batch_size"
+        parts, left = divmod(cfg.global_batch_size, cfg.micro_batch_size or 1)
+        if not left:  # the divisors of `parts` are the numbers of ranks that would do
+            below, *above = (
+                next((n * tp for n in side if parts % n == 0), 0)
+                for side in (range(ranks, 0, -1), range(ranks + 1, parts + 1))
+            )
+            numbers = " or ".join(str(n) for n in (below, *above) if n)
+            advice += f", or {numbers} ranks; with distributed.stand_by=true {below} of the {world_size} would train"
         raise ConfigError(
             f"global_batch_size={cfg.global_batch_size} is not micro_batch_size={micro} x {ranks} ranks "
-            f"x a whole number of accumulation steps: use global_batch_size={nearest}, or another micro_batch_size"
+            f"x a whole number of accumulation steps: {advice}"
         )
     return BatchSplit(micro, accumulation)
 

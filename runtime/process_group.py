@@ -20,7 +20,7 @@ from runtime.checkpoint_places import local_dir
 from runtime.run_folder import lock_folder, read_status, set_status, set_up_logging, write_provenance
 from runtime.session import TIMEOUT, Session
 from runtime.watch import Watch
-from schema import Config, ConfigError, NodeLeftError
+from schema import Config, ConfigError, NodeLeftError, RunError
 
 # For all processes to be there, where no torchrun has seen to that.
 JOIN_TIMEOUT = timedelta(seconds=60)
@@ -94,6 +94,8 @@ def dist_session(cfg: Config) -> Iterator[Session]:
             watch.close()  # the error ends this process: the others need not
             set_status(session, "failed")
             raise
+        if session.is_main and "RANKS_STANDING_BY" in os.environ:
+            _release(store, "preempted" if session.stop.signal else "finished")
         if not session.stop.signal:
             set_status(session, "finished")
         elif preemption.another_node_left():
@@ -105,6 +107,40 @@ def _node_left() -> NodeLeftError:
     return NodeLeftError(
         f"another node left the run: torchrun starts this one's ranks again, restart {int(count) + 1} of {most}"
     )
+
+
+def stand_by(_cfg: Config) -> dict[str, float]:
+    """What a rank does that the run has no use for: nothing, until the run has ended or this rank is asked to stop.
+
+    It stays, because torchrun ends or restarts all ranks of a node together, and a node that has ended its ranks waits
+    for the others to end, too, and is not there when they need it.
+
+    Raises:
+        NodeLeftError: as the ranks that train.
+        RunError: the run failed.
+    """
+    with preemption.listening():
+        try:
+            store = _store()
+            while not preemption.is_asked() and not store.check(["over"]):
+                time.sleep(0.2)
+            if preemption.is_asked():
+                return {}
+            state = store.get("over").decode()
+            store.add("released", 1)
+        except (dist.DistError, RuntimeError):
+            raise RunError("this rank stood by, and the run failed") from None
+        if state == "preempted" and preemption.another_node_left():
+            raise _node_left()
+    return {}
+
+
+def _release(store: dist.Store, state: str) -> None:
+    """Tell the ranks that stand by that the run is over; the store may end with this process, so wait for them."""
+    store.set("over", state)
+    ranks, deadline = int(os.environ.get("RANKS_STANDING_BY", "0")), time.monotonic() + JOIN_TIMEOUT.seconds
+    while store.add("released", 0) < ranks and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _leave_process_group(session: Session, watch: Watch) -> None:

@@ -515,6 +515,14 @@ def test_batch_that_does_not_divide_is_refused_with_the_arithmetic(global_batch_
     proposed = int(re.search(r"use global_batch_size=(\d+)", text)[1])
     split = schema.split_batch(batch_config(proposed, micro_batch_size), world_size)
     assert split.micro_batch_size * split.accumulation * world_size == proposed
+    if global_batch_size % (micro_batch_size or 1) == 0:  # then other numbers of ranks would do; the nearest are named
+        named = [int(n) for n in re.search(r"or (\d+)(?: or (\d+))? ranks;", text).groups() if n]
+        wanted = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * (micro_batch_size or 1)) == 0]
+        below, above = ([n for n in wanted if is_side(n)] for is_side in (world_size.__gt__, world_size.__lt__))
+        assert named == [*below[-1:], *above[:1]]
+        assert f"with distributed.stand_by=true {below[-1]} of the {world_size} would train" in text
+    else:
+        assert "stand_by" not in text
 
 
 @pytest.mark.parametrize("primary", PRIMARY)

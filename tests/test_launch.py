@@ -31,6 +31,32 @@ def axes(**sizes):
     return with_values(small(), precision="bf16", distributed=sizes)
 
 
+@pytest.mark.parametrize(
+    ("values", "there", "used"),
+    [
+        ({"global_batch_size": 24}, 4, 4),
+        ({"global_batch_size": 24}, 7, 6),
+        ({"global_batch_size": 1024}, 24, 16),
+        ({"global_batch_size": 24, "micro_batch_size": 8}, 2, 1),
+        ({"global_batch_size": 2}, 7, 2),
+        ({"global_batch_size": 24, "distributed": {"dp_shard": 2, "dp_outer": None}}, 7, 2),
+        ({"global_batch_size": 24, "distributed": {"dp_shard": 2, "dp_outer": 2}}, 7, 4),
+    ],
+)
+def test_as_many_ranks_train_as_the_batch_and_the_mesh_take(values, there, used):
+    axes = {"stand_by": True} | values.get("distributed", {})
+    cfg = with_values(small(), **values | {"distributed": axes})
+    assert launch.ranks_to_use(cfg, "train_fsdp2", there) == used
+    without = with_values(cfg, distributed={"stand_by": False})
+    assert launch.ranks_to_use(without, "train_fsdp2", there) == there
+
+
+def test_what_no_number_of_ranks_mends_is_said(monkeypatch):
+    cfg = with_values(small(), global_batch_size=24, micro_batch_size=7, distributed={"stand_by": True})
+    assert launch.ranks_to_use(cfg, "train_ddp", 3) == 3
+    assert "micro_batch_size=7 x 3 ranks" in error_of(schema.split_batch, cfg, 3)
+
+
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("key", ["dp_shard", "dp_outer"])
 @pytest.mark.parametrize("value", [2, 4])

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -187,6 +188,23 @@ def test_alone_no_group_is_needed(monkeypatch):
         assert stop.agreed()
         assert stop.signal is signal.SIGTERM
         stop.close()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "asked", "left"),
+    [(2, (0, 3), False, True), (2, (3, 3), False, False), (2, (0, 0), False, False), (1, (0, 3), False, False),
+     (2, (0, 3), True, False)],
+)  # fmt: skip
+def test_another_node_left_where_torchrun_would_go_on_without_it(monkeypatch, nodes, restarts, asked, left):
+    """Not where this rank was asked, too: a moment later, as when a node joins and each torchrun sees it for itself."""
+    monkeypatch.setattr(preemption, "ALL_TOLD_S", 60.0 if asked else 0.2)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
+    for name, value in zip(("RESTART_COUNT", "MAX_RESTARTS"), restarts, strict=True):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", str(value))
+    with preemption.listening():
+        if asked:
+            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+        assert preemption.another_node_left() == left
 
 
 # Minutes: torchrun's own restarts, and two nodes

@@ -292,19 +292,20 @@ def check_disk(cfg: Any) -> Iterator[Row]:
 
 def check_scripts(cfg: Any, typed: list[str], world_size: int) -> Iterator[Row]:
     """What each entrypoint would say to this command line on this machine."""
-    from launch import check_options, check_script
+    from launch import check_options, check_script, ranks_to_use
 
     from schema import ConfigError, split_batch
 
     for script in SCRIPTS:
+        ranks = ranks_to_use(cfg, script, world_size)
         try:
-            check_script(cfg, script, world_size)
+            check_script(cfg, script, ranks)
             note = check_options(cfg, script, typed)
-            split = split_batch(cfg, world_size)
+            split = split_batch(cfg, ranks)
         except ConfigError as error:
             yield Row(f"{script}.py", NOTE, f"would refuse: {error}")
         else:
-            found = f"{split.micro_batch_size} images x {world_size} ranks x {split.accumulation} microbatches a step"
+            found = f"{split.micro_batch_size} images x {ranks} ranks x {split.accumulation} microbatches a step"
             yield Row(f"{script}.py", OK, f"{found}; {note}" if note else found)
 
 
@@ -391,12 +392,13 @@ def look(arguments: list[str]) -> list[Row]:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     try:
         cfg, typed = launch.compose(SCRIPTS[0], arguments)
-        schema.split_batch(cfg, world_size)
+        ranks = launch.ranks_to_use(cfg, SCRIPTS[0], world_size)
+        schema.split_batch(cfg, ranks)
     except schema.ConfigError as error:
         return [*rows, Row("config", BROKEN, str(error), "see the message; the arguments are the entrypoints'")]
     rows += check_scripts(cfg, typed, world_size)
     rows += check_host(cfg, ranks_here)
-    rows += check_shared_memory(cfg, world_size, ranks_here)
+    rows += check_shared_memory(cfg, ranks, ranks_here)
     return [*rows, *check_data(cfg), *check_disk(cfg)]
 
 

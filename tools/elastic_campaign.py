@@ -360,14 +360,17 @@ class Life:
         """
         deadline, wanted, seen = time.monotonic() + timeout_s, None, None
         while wanted is None or self.lines() < wanted:
-            tail = (self.folder / "log.txt").read_text()[-4000:] if (self.folder / "log.txt").exists() else ""
             gone = [node.exitcode for node in self.nodes if node.exitcode is not None]
-            assert not gone, f"a torchrun ended with {gone}: {tail}"
-            assert time.monotonic() < deadline, f"no step for {timeout_s} s, {len(self.nodes)} nodes: {tail}"
+            assert not gone, f"a torchrun ended with {gone}: {self.log()}"
+            assert time.monotonic() < deadline, f"no step for {timeout_s} s, {len(self.nodes)} nodes: {self.log()}"
             ranks = [self._ranks(node) for node in self.nodes]
             if not all(ranks) or ranks != seen:  # another start: its steps count from its first one on
                 wanted, seen = (self.lines() + steps, ranks) if all(ranks) else (None, None)
-            time.sleep(0.02)
+            time.sleep(0.05)
+
+    def log(self) -> str:
+        """The last that the nodes said."""
+        return (self.folder / "log.txt").read_text()[-4000:]
 
     def end(self) -> int:
         """All nodes leave; two new ones take some more steps and finish the run. Returns its last step."""
@@ -384,9 +387,16 @@ class Life:
         for node in self.nodes:
             node.join(180)
         codes = [node.exitcode for node in self.nodes]
-        assert codes == [0, 0], f"the last start ended with {codes}: {(self.folder / 'log.txt').read_text()[-4000:]}"
+        assert codes == [0, 0], f"the last start ended with {codes}: {self.log()}"
         self.nodes.clear()
         return last
+
+
+def life_of(folder: Path, script: str, overrides: list[str], images: Path, rng: random.Random) -> Life:
+    """A run on `images` that begins when a node joins."""
+    base = [*conftest().TINY, *LONG, f"data.path={images}", "data.num_workers=0", *overrides]
+    base += [f"checkpoint.save_every_n_steps={EVERY}", "checkpoint.max_checkpoints=null"]
+    return Life(folder, script, [*base, f"output_dir={folder / 'run'}"], rng)
 
 
 def verdict(life: Life, last: int) -> dict[str, Any]:
@@ -439,10 +449,8 @@ def campaign(args: Any, folder: Path, tell: Callable[[dict[str, Any]], None]) ->
         share = args.events // len(LIVES) + (index < args.events % len(LIVES))
         if not share:
             continue
-        base = [*conftest().TINY, *LONG, f"data.path={images}", "data.num_workers=0", *overrides]
-        base += [f"checkpoint.save_every_n_steps={EVERY}", "checkpoint.max_checkpoints=null"]
         place = folder / f"life-{index}"
-        life = Life(place, script, [*base, f"output_dir={place / 'run'}"], random.Random(args.seed + index))
+        life = life_of(place, script, overrides, images, random.Random(args.seed + index))
         found: dict[str, Any] = {"life": name, "events": life.events}
         results["lives"].append(found)
         try:
