@@ -3,6 +3,7 @@
     <ckpt_dir>/step_00000100/      torch.distributed.checkpoint (DCP) files: tensors, and .metadata
                 state.json         step, run id, best result, model config, class names, ...: plain JSON
     <ckpt_dir>/best.json           step and value of the best validation metric; pruning spares that step
+    <ckpt_dir>/torchruns.json      with resume_from_checkpoint=false: who took part in the last start
     <ckpt_dir>/final_model/        model.safetensors with timm's names, config.json that timm builds from, a model card
 
 ckpt_dir is a folder that all nodes share, or s3://bucket/prefix; what differs is in runtime/checkpoint_places.py.
@@ -142,7 +143,11 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
     found = None
     if place is not None:
         place.check(state.num_bytes(), session)
-        newest = raise_on_all_ranks(lambda: _find(place, cfg, session) if session.is_main else None, error=ConfigError)
+        torchruns: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(torchruns, session.torchrun)
+        newest = raise_on_all_ranks(
+            lambda: _find(place, cfg, torchruns) if session.is_main else None, error=ConfigError
+        )
         found = from_rank_0(newest)
     if place is None or found is None:
         if (source := cfg.checkpoint.init_from) is not None:
@@ -238,13 +243,22 @@ def _init_from(name: str, state: TrainState, cfg: Config, sizes: RunSizes) -> No
         logger.warning("these weights were evaluated with %s, this run does otherwise", " ".join(others))
 
 
-def _find(place: Folder, cfg: Config, session: Session) -> Found | None:
+def _has_begun(place: Folder, torchruns: list[str | None]) -> bool:
+    """Whether this job has started here before: one of its torchruns took part in the start before this.
+
+    Torchrun itself counts restarts after failures alone, not those for a node that joins, whose own count is zero.
+    """
+    ours = {name for name in torchruns if name is not None}
+    return bool(ours) and bool(ours & set(place.exchange("torchruns.json", sorted(ours)) or ()))
+
+
+def _find(place: Folder, cfg: Config, torchruns: list[str | None]) -> Found | None:
     """Rank 0's decision: the newest checkpoint that is whole.
 
     Raises:
         ConfigError: a checkpoint's index was tampered with.
     """
-    if not cfg.checkpoint.resume_from_checkpoint and not session.is_restart:
+    if not cfg.checkpoint.resume_from_checkpoint and not _has_begun(place, torchruns):
         place.set_aside()
         return None
     for name in place.incomplete():

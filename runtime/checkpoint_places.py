@@ -10,6 +10,7 @@ renaming, it is complete when its manifest is there:
     <prefix>/best.json
     <prefix>/final_model/                        as in a folder, and a manifest.json of its own
     <prefix>/writer.json                         which start writes here: the latest
+    <prefix>/torchruns.json                      as in a folder
     <checkpoint.local_dir>/step_00000100-<start>/   on each node: the parts that its ranks wrote or fetched
 
 The manifest is written last, by a request that the service refuses where there is one already, and deleted first.
@@ -208,6 +209,13 @@ class Folder:
             (self.folder / "best.json").unlink(missing_ok=True)
         else:
             write_json(self.folder / "best.json", best)
+
+    def exchange(self, name: str, content: Any) -> Any:
+        """Write a JSON file of this name beside the checkpoints; what it held before, None = there was none."""
+        file = self.folder / name
+        before = json.loads(file.read_text()) if file.exists() else None
+        write_json(file, content)
+        return before
 
     def set_aside(self) -> None:
         """A fresh start in a used place: move the earlier run's checkpoints out of the way, lose none."""
@@ -444,6 +452,15 @@ class InBucket(Folder):
             self.bucket.delete(["best.json"])
         else:
             self.bucket.put("best.json", json.dumps(best).encode())
+
+    @override
+    def exchange(self, name: str, content: Any) -> Any:
+        try:
+            before = json.loads(self.bucket.get(name))
+        except NoObjectError:
+            before = None
+        self.bucket.put(name, json.dumps(content).encode())
+        return before
 
     @override
     def set_aside(self) -> None:

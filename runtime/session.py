@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import platform
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -39,9 +40,14 @@ class Session:
         return self.rank == 0
 
     @property
-    def is_restart(self) -> bool:
-        """Whether torchrun started this process again (--max-restarts), to go on with what the earlier one saved."""
-        return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    def torchrun(self) -> str | None:
+        """The torchrun that started this process, by a name that no other has; None where there is none."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return None
+        stat = Path(f"/proc/{self.parent}/stat")
+        # When it began, too: numbers of processes come again.
+        began = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
+        return f"{platform.node()} {self.parent} {began}"
 
     @property
     def is_orphan(self) -> bool:

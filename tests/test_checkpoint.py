@@ -30,6 +30,7 @@ from conftest import (
     read_metrics,
     run_command,
     run_tasks,
+    session_of,
     started_once,
     task_of,
     weights,
@@ -448,6 +449,31 @@ def test_an_orphan_saves_nothing_more_unless_it_was_asked_to_stop(job, monkeypat
     assert one.session.stop.agreed()
     one.save(6)
     assert set(step_folders(one.root)) == {2, 6}
+
+
+def test_a_job_begins_anew_once_however_its_nodes_come_and_go(job):
+    """resume_from_checkpoint=false: torchrun's own count stays at zero where nodes join, and is each torchrun's own."""
+    one = job("checkpoint.resume_from_checkpoint=false")
+    one.restore()
+    for names, goes_on in (
+        ([None], False),  # plain python
+        (["a"], False),  # a job of one node
+        (["a", "b"], True),  # b joins
+        (["b", "c"], True),  # a dies, c joins
+        (["d"], False),  # another job
+        (["d"], True),  # a rank failed
+        ([None], False),
+    ):
+        one.save(2)
+        assert (checkpoint._find(one.cfg, names) is not None) == goes_on, names
+    assert len(list(one.root.glob("earlier_*"))) == 4
+
+
+def test_a_torchrun_has_a_name_of_its_own(tmp_path, monkeypatch):
+    assert session_of(tmp_path).torchrun is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert session_of(tmp_path).torchrun == session_of(tmp_path).torchrun
+    assert session_of(tmp_path).torchrun != session_of(tmp_path, parent=os.getpid()).torchrun
 
 
 @pytest.mark.slow

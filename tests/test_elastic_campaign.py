@@ -98,7 +98,7 @@ def test_nodes_join_leave_and_die(image_folder, tmp_path, name):
     with life.meeting_place():
         for kind in ("join", "join", "join", "leave", "kill node"):
             life.happen(kind)
-            life.go_on(3, 120)
+            life.go_on(3, 200)
         last = life.end()
     found = campaign.verdict(life, last)
     assert found["wrong"] == []

@@ -385,7 +385,7 @@ class Life:
         for _ in range(2):
             self.join(f"num_train_steps={last}")
         for node in self.nodes:
-            node.join(180)
+            node.join(600)
         codes = [node.exitcode for node in self.nodes]
         assert codes == [0, 0], f"the last start ended with {codes}: {self.log()}"
         self.nodes.clear()
@@ -456,7 +456,7 @@ def campaign(args: Any, folder: Path, tell: Callable[[dict[str, Any]], None]) ->
         try:
             with life.meeting_place():
                 life.join()
-                life.go_on(5, 120)
+                life.go_on(5, 600)
                 for number in range(share):
                     if time.monotonic() > deadline:
                         break
@@ -468,8 +468,8 @@ def campaign(args: Any, folder: Path, tell: Callable[[dict[str, Any]], None]) ->
                     if life.rng.random() < 0.25:  # the next event comes while this one is being digested
                         time.sleep(life.rng.uniform(0, 4))
                     else:
-                        life.go_on(life.rng.randint(2, 25), 180)
-                life.go_on(5, 180)
+                        life.go_on(life.rng.randint(2, 25), 600)
+                life.go_on(5, 600)
                 last = life.end()
             found |= verdict(life, last)
         except AssertionError as error:
