@@ -218,7 +218,8 @@ def _draw_from_another_generator() -> None:
     from botocore.retries.standard import ExponentialBackoff
 
     own = random.Random()
-    vars(botocore.utils)["random"] = vars(s3transfer.utils)["random"] = own  # as the module, it can draw
+    for module in (botocore.utils, s3transfer.utils):
+        module.random = own  # pyright: ignore[reportAttributeAccessIssue]  (as the module that it replaces, it can draw)
     init: Any = functools.partialmethod(ExponentialBackoff.__init__, random=own.random)
     ExponentialBackoff.__init__ = init
 

@@ -42,6 +42,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "demo": (*TRAINING, "train_fsdp2.py", "config/L0_sanity.yaml"),
     "doctor": ("tools/doctor.py",),
     "dry_run": ("tools/dry_run.py", "train_fsdp2.py", "trainer.py"),
+    "elastic_campaign": (*STOPPING, "runtime/session.py", "tools/elastic_campaign.py"),
     "estimate": ("tools/estimate.py", "tools/check_estimate.py"),
     "feed": (*TRAINING, *READING),
     "fused_attn": ("vit.py", "modeling.py", "trainer.py"),
