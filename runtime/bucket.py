@@ -187,7 +187,7 @@ class Bucket:
             yield
         except (*_errors(), Boto3Error) as error:
             cause = error.__context__ if isinstance(error, Boto3Error) and error.__context__ else error
-            code = (getattr(cause, "response", None) or {}).get("Error", {}).get("Code", "")
+            code = str((getattr(cause, "response", None) or {}).get("Error", {}).get("Code", ""))
             code = CODES.get(code, code)
             kind = NoObjectError if code == "NoSuchKey" else BucketError
             named = kind(f"{self.url(key)}: {code or _one_line(cause)}")

@@ -226,7 +226,7 @@ def main() -> None:
 
     sys.path[:0] = [str(ROOT)]
     conftest()
-    import bucket_server
+    import bucket_server  # pyright: ignore[reportMissingImports]  (conftest's folder)
 
     import checkpoint  # noqa: F401  (the forks then have it)
 

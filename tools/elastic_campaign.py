@@ -160,7 +160,7 @@ def as_node(folder: Path, port: int, script: str, overrides: list[str]) -> None:
     def popen(_handler: Any, _args: Any, environment: dict[str, str]) -> Any:
         return Forked(lambda: as_rank(folder, script, overrides, environment))
 
-    subprocess_handler.SubprocessHandler._popen = popen
+    subprocess_handler.SubprocessHandler._popen = popen  # pyright: ignore[reportAttributeAccessIssue]
     # torchrun's own values are 30 s of waiting for more nodes and 15 s until a node counts as dead.
     patience = "is_host=false,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"
     torchrun.main(
