@@ -59,9 +59,10 @@ logger = logging.getLogger(__name__)
 # Options of the model that change no weight and no logit in evaluation: a resumed run may change them.
 FREE_OPTIONS = {f"{where}drop_rate" for where in ("", "pos_", "patch_", "proj_", "attn_")}
 FREE_OPTIONS |= {"drop_path_rate", "drop_path_schedule", "init_head_bias", "implementation", "transformer_engine"}
+NEWER_OPTIONS = {"distilled": False}  # that older checkpoints do not name, and what their models have
 SLOWEST_DISK = 20e6  # bytes a second: a save that shows no sign of life for longer hangs
 # What of the config final_model's README.md tells, besides what state.json has for a resume.
-RECIPE = ("optimizer", "lr_scheduler", "max_grad_norm", "loss", "ema", "precision")
+RECIPE = ("optimizer", "lr_scheduler", "max_grad_norm", "loss", "distillation", "ema", "precision")
 
 
 class TrainState:
@@ -308,8 +309,9 @@ def _check_same(
     """Refuse a checkpoint by the name of the first difference. DCP alone would ignore keys that the model lacks."""
     advice = "use that config, another output_dir, or checkpoint.resume_from_checkpoint=false"
     for key, value in to_plain(cfg)["model"].items():
-        if key not in FREE_OPTIONS and saved["model"].get(key) != value:
-            raise ConfigError(f"{name} was written with model.{key}={saved['model'].get(key)}, not {value}: {advice}")
+        then = saved["model"].get(key, NEWER_OPTIONS.get(key))
+        if key not in FREE_OPTIONS and then != value:
+            raise ConfigError(f"{name} was written with model.{key}={then}, not {value}: {advice}")
     if saved["classes"] != list(sizes.classes):
         raise ConfigError(f"{name} was written with another list of classes than data.path={cfg.data.path}: {advice}")
     if saved["optimizer"] != cfg.optimizer.name:

@@ -12,51 +12,19 @@ from launch import Parser, exit_with
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import timm
 import timm.data
 import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
-from safetensors import SafetensorError
 
 from input_pipeline.decode import Decoder, ImageError, crop_extreme_aspect
 from input_pipeline.image_folders import IMAGE_EXTENSIONS
-from interop import weights_in, weights_out
+from interop.models import TimmModel, load_model
 from runtime.checkpoint_places import model_path
-from runtime.step_folders import newest_step
 from schema import ConfigError
-
-TimmModel = Any  # an nn.Module with timm's pretrained_cfg and num_classes
-
-
-def load_model(source: Path) -> tuple[TimmModel, dict[str, Any]]:
-    """The model of an exported folder, built by timm, or of one of our checkpoints, and the folder's config.json.
-
-    Of timm:<model name> it is timm's own, without a config.json.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    if (name := str(source)).startswith("timm:"):
-        try:
-            return weights_in.pretrained(name.removeprefix("timm:")).eval(), {}
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
-    if (step := newest_step(source)) is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            weights_out.export_timm(step, Path(folder) / "model")
-            return load_model(Path(folder) / "model")
-    try:
-        config = json.loads((source / "config.json").read_text())
-        model = timm.create_model(f"local-dir:{source}", pretrained=True)
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{source} is no model of ours or timm's ({reason}): give a final_model") from error
-    return model.eval(), config
 
 
 def class_names(model: TimmModel) -> list[str]:

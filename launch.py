@@ -219,6 +219,11 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
                 f"model.implementation={cfg.model.implementation}: Megatron-FSDP initialises module by module, which "
                 "this one cannot; use train_fsdp2.py"
             )
+        if cfg.distillation.shard_teacher:
+            raise ConfigError(
+                "distillation.shard_teacher=true: train_mfsdp.py keeps a teacher whole; set it to false, or use "
+                "train_fsdp2.py"
+            )
         for key, is_frozen in (("freeze", cfg.model.freeze), ("pos_embed", cfg.model.pos_embed == "sincos")):
             if is_frozen:
                 raise ConfigError(
@@ -272,6 +277,12 @@ def _check_tensor_parallel(cfg: Config, script: str) -> None:
         raise ConfigError(f"{key}: {script}.py does not cut matrices; set it to null or use train_fsdp2.py")
     if model.implementation != "ours":
         raise ConfigError(f"{key} with model.implementation={model.implementation}: use ours")
+    for given, is_on, fix in (
+        ("model.distilled=true", model.distilled, "model.distilled=false"),
+        (f"distillation.kind={cfg.distillation.kind}", cfg.distillation.kind != "none", "distillation.kind=none"),
+    ):
+        if is_on:
+            raise ConfigError(f"{given} with {key}: not seen to work; set {fix}, or distributed.tp=null")
     hidden, multiple = int(model.embed_dim * model.mlp_ratio), 16 if cfg.fp8_config.enabled else 1
     fits = [
         n
@@ -422,7 +433,7 @@ def _to_config(raw: Any) -> Config:
 
     plain: Any = OmegaConf.to_container(raw, resolve=True, throw_on_missing=True)
     # No shell reads a YAML file: there, too, ~ is the home folder.
-    paths = [(None, "output_dir"), ("data", "path")]
+    paths = [(None, "output_dir"), ("data", "path"), ("distillation", "teacher")]
     paths += [("checkpoint", key) for key in ("ckpt_dir", "local_dir", "init_from")]
     for section, key in paths:
         values = plain if section is None else plain.get(section)

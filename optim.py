@@ -59,7 +59,7 @@ def _layer(name: str, depth: int) -> int:
     first = name.split(".")[0]
     if first == "blocks":
         return int(name.split(".")[1]) + 1
-    if first in ("cls_token", "reg_token", "pos_embed", "patch_embed", "norm_pre"):
+    if first in ("cls_token", "dist_token", "reg_token", "pos_embed", "patch_embed", "norm_pre"):
         return 0
     return depth if first == "norm" else depth + 1
 

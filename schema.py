@@ -90,6 +90,9 @@ class ModelConfig:
     """true = no position embedding for the class and register tokens."""
     reg_tokens: NonNegativeInt
     """Number of register tokens."""
+    distilled: bool
+    """A distillation token and a head of its own for it, as timm's deit_*_distilled_* have; the answer is the mean of
+    both heads."""
     pre_norm: bool
     """A norm after the embeddings (as CLIP does)."""
     fc_norm: bool | None
@@ -133,11 +136,15 @@ class ModelConfig:
         (height, width), (patch_height, patch_width) = pair(self.img_size), pair(self.patch_size)
         return height // patch_height, width // patch_width
 
+    def num_prefix_tokens(self) -> int:
+        """Tokens before the patches: class, distillation and register tokens."""
+        return self.class_token + self.distilled + self.reg_tokens
+
     def num_tokens(self) -> int:
-        """Tokens of an image in the blocks, in training: the patches that are kept, class and register tokens."""
+        """Tokens of an image in the blocks, in training: the patches that are kept, and those before them."""
         patches = math.prod(self.grid_size())
         kept = max(1, int(patches * (1 - self.patch_drop_rate))) if self.patch_drop_rate else patches
-        return self.class_token + self.reg_tokens + kept
+        return self.num_prefix_tokens() + kept
 
     def __post_init__(self) -> None:
         for side, patch in zip(pair(self.img_size), pair(self.patch_size), strict=True):
@@ -153,6 +160,8 @@ class ModelConfig:
             )
         if self.global_pool == "token" and not self.class_token:
             raise ConfigError("model.global_pool=token pools the class token: set model.class_token=true or pool avg")
+        if self.distilled:
+            self._check_distilled()
         if self.pos_embed == "sincos" and (self.embed_dim % 4 or self.embed_dim < 8):
             raise ConfigError(
                 f"model.embed_dim={self.embed_dim} with model.pos_embed=sincos: use a multiple of 4, 8 or more"
@@ -163,12 +172,27 @@ class ModelConfig:
             ("transformer_engine", self.transformer_engine),
             ("representation_size", self.representation_size is not None),
             ("drop_path_schedule", self.drop_path_schedule != "linear"),
+            ("distilled", self.distilled),
         ):
             if is_used and self.implementation != "ours":
                 raise ConfigError(
                     f"model.{key}={json.dumps(getattr(self, key))} with model.implementation={self.implementation}, "
                     "which has no such thing: set model.implementation=ours"
                 )
+
+    def _check_distilled(self) -> None:
+        """Refuse what timm's VisionTransformerDistilled has not, or what was not seen to work with two heads."""
+        for key, is_so, wanted, why in (
+            ("global_pool", self.global_pool == "token", "token", "its two heads read two tokens"),
+            ("reg_tokens", self.reg_tokens == 0, "0", "timm's has no others"),
+            ("no_embed_class", not self.no_embed_class, "false", "timm's has positions for both"),
+            ("fc_norm", not self.fc_norm, "null", "timm's has its norm before the heads"),
+            ("representation_size", self.representation_size is None, "null", "its heads are linear"),
+            ("transformer_engine", not self.transformer_engine, "false", "not seen to work"),
+        ):
+            if not is_so:
+                value = json.dumps(getattr(self, key)).strip('"')
+                raise ConfigError(f"model.{key}={value} with model.distilled=true ({why}): set model.{key}={wanted}")
 
 
 _NUMBER, _PART = r"\d+(?:\.\d+)?", r"0\.\d*[1-9]\d*"
@@ -471,6 +495,32 @@ class LossConfig:
             raise ConfigError(
                 f"loss.bce_target_thresh={self.bce_target_thresh} with loss.name=softmax: set it to null, or "
                 "loss.name=sigmoid"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DistillationConfig:
+    """Learning from a teacher's answers, as DeiT does (arXiv 2012.12877)."""
+
+    kind: Literal["none", "hard", "soft"]
+    """none | hard (the class that the teacher answers is a second label) | soft (all of its probabilities are)."""
+    teacher: str | None
+    """Model to learn from: a final_model or checkpoint folder, timm's folder, timm:<model name>, hf-hub:<owner>/<name>;
+    null with kind none."""
+    alpha: Fraction
+    """Share of the teacher's part in the loss; the rest is the labels'."""
+    tau: PositiveFloat
+    """soft: temperature, by which the logits of both are divided."""
+    image_size: Size | None
+    """Pixels of an image as the teacher gets it, resized from the student's; null = as the student gets it."""
+    shard_teacher: bool
+    """Each rank keeps its part of the teacher's weights, which are gathered in use; false = all of them."""
+
+    def __post_init__(self) -> None:
+        if self.kind != "none" and self.teacher is None:
+            raise ConfigError(
+                f"distillation.kind={self.kind} with distillation.teacher=null: give a teacher, as "
+                "timm:regnety_160.deit_in1k, or set distillation.kind=none"
             )
 
 
@@ -779,6 +829,8 @@ class Config:
     """Moving average of the weights, evaluated beside them; final_model is made of it."""
     loss: LossConfig
     """What is minimised in training; val/loss is cross-entropy whatever stands here."""
+    distillation: DistillationConfig
+    """A teacher, whose answers to the student's own augmented images are learned beside the labels."""
     evaluation: EvaluationConfig
     """When to evaluate, and which number makes a checkpoint the best."""
     checkpoint: CheckpointConfig
@@ -853,6 +905,8 @@ class Config:
                 f"fsdp2.gathered_blocks={self.fsdp2.gathered_blocks} is more than model.depth={self.model.depth}: "
                 "give at most that"
             )
+        if self.distillation.kind != "none":
+            self._check_distillation()
         self._check_transformer_engine()
         if self.fp8_config.enabled:
             fp8_layers(self.model, self.fp8_config.layers)
@@ -876,6 +930,16 @@ class Config:
         for key in ("min_lr", "warmup_start_lr"):
             if (rate := getattr(self.lr_scheduler, key)) > peak_lr(self):
                 raise ConfigError(f"lr_scheduler.{key}={rate} is above {peak_lr_in_words(self)}: lower it")
+
+    def _check_distillation(self) -> None:
+        """Refuse what was not seen to work with a teacher."""
+        key = f"distillation.kind={self.distillation.kind}"
+        for given, is_on, fix in (
+            ("cuda_graphs=true", self.cuda_graphs, "cuda_graphs=false"),
+            ("model.transformer_engine=true", self.model.transformer_engine, "model.transformer_engine=false"),
+        ):
+            if is_on:
+                raise ConfigError(f"{given} with {key}: not seen to work; set {fix}, or distillation.kind=none")
 
     def _check_transformer_engine(self) -> None:
         """One line with everything that TransformerEngine's layers want and this config has otherwise."""
@@ -1006,6 +1070,11 @@ def idle_keys(cfg: Config, script: str) -> dict[str, tuple[str, str]]:
     if schedule.name in ("rsqrt", "constant") and not schedule.num_cooldown_steps:
         why = f"with lr_scheduler.name={schedule.name} and lr_scheduler.num_cooldown_steps=0"
         idle("lr_scheduler", "num_training_steps", why, "give lr_scheduler.num_cooldown_steps")
+    if cfg.distillation.kind == "none":
+        why, fix = "with distillation.kind=none", "set distillation.kind=hard"
+        idle("distillation", "teacher alpha tau image_size shard_teacher", why, fix)
+    elif cfg.distillation.kind == "hard":
+        idle("distillation", "tau", "with distillation.kind=hard", "set distillation.kind=soft")
     if cfg.ema.decay is None:
         idle("ema", "use_warmup warmup_gamma warmup_power", "with ema.decay=null", "set ema.decay=0.9999")
     elif not cfg.ema.use_warmup:

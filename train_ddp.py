@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
+from distillation import build_teacher
 from imagenet_dataset import build_loaders, run_sizes
 from modeling import build_model, prepare_blocks
 from optim import build_optimizer
@@ -63,7 +64,8 @@ def main(cfg: Config) -> dict[str, float]:
         state = checkpoint.TrainState(model, optimizer, module.scaling, cfg.ema)
         resumed = checkpoint.restore(state, cfg, session, sizes)
         loaders = build_loaders(cfg, sizes, rank=session.rank, start_step=resumed.step)
-        run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image())
+        teacher = build_teacher(cfg, sizes, device, mesh)
+        run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image(), teacher)
         return train(run, cfg, session, sizes, loaders=loaders, resumed=resumed)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 import checkpoint
+from distillation import build_teacher
 from imagenet_dataset import build_loaders, run_sizes
 from modeling import build_model, prepare_blocks
 from optim import build_optimizer
@@ -77,7 +78,8 @@ def main(cfg: Config) -> dict[str, float]:
         keep_packed_rows(state.tensors())  # moments and averages, too
         resumed = checkpoint.restore(state, cfg, session, sizes)
         loaders = build_loaders(cfg, sizes, rank=session.rank, start_step=resumed.step)
-        run = Run(model, optimizer, grad_sync, mesh, state, model.flops_per_image())
+        teacher = build_teacher(cfg, sizes, device, mesh["dp_shard"])
+        run = Run(model, optimizer, grad_sync, mesh, state, model.flops_per_image(), teacher)
         return train(run, cfg, session, sizes, loaders=loaders, resumed=resumed)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import checkpoint
+from distillation import build_teacher
 from imagenet_dataset import build_loaders, run_sizes
 from modeling import build_model, prepare_blocks
 from optim import build_optimizer, no_op_steps
@@ -89,7 +90,8 @@ def main(cfg: Config) -> dict[str, float]:
         preprocess_state_dict_for_uneven_dtensor({**state.tensors(), "model": {}})
         resumed = checkpoint.restore(state, cfg, session, sizes)
         loaders = build_loaders(cfg, sizes, rank=session.rank, start_step=resumed.step)
-        run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image())
+        teacher = build_teacher(cfg, sizes, device, mesh["dp_shard"])
+        run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image(), teacher)
         return train(run, cfg, session, sizes, loaders=loaders, resumed=resumed)
 
 

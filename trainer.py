@@ -24,7 +24,7 @@ from optim import clip_grad_norm_, lr_at
 from runtime import cuda_graphs, preemption, seeding, shared_memory
 from runtime.run_folder import changed_keys, set_status, write_config
 from runtime.session import Session
-from schema import Config, LossConfig, RunError, RunSizes, peak_lr, peak_lr_in_words
+from schema import Config, DistillationConfig, LossConfig, RunError, RunSizes, peak_lr, peak_lr_in_words
 
 logger = logging.getLogger(__name__)
 NEVER = torch.iinfo(torch.int64).max
@@ -42,6 +42,7 @@ class Run:
         mesh: the device mesh.
         state: the tensors to save, load and clip, under timm's names.
         flops_per_image: of one forward pass.
+        teacher: teacher(images) -> logits, to learn from beside the labels; None without distillation.
     """
 
     model: nn.Module
@@ -50,6 +51,7 @@ class Run:
     mesh: DeviceMesh
     state: checkpoint.TrainState
     flops_per_image: float
+    teacher: Callable[[torch.Tensor], torch.Tensor] | None
 
 
 class NonFiniteError(RunError):
@@ -106,7 +108,7 @@ def train(
     normalize, mixup = Normalize(cfg, session.device), Mixup(cfg)
     metrics = MetricLogger(cfg, session, start_step=resumed.step, total_steps=total_steps, run_id=resumed.run_id)
     # Three forward passes' worth: one forward, two in the backward, of which a linear probe has next to nothing.
-    # Recomputation does not count.
+    # Neither recomputation nor a teacher's forward pass counts.
     flops = run.flops_per_image * (1 if cfg.model.freeze == "backbone" else 3)
     speed = Speed(session, cfg, sizes, start_step=resumed.step, flops_per_image=flops)
     profiler = Profiler(cfg, session, start_step=resumed.step)
@@ -215,9 +217,10 @@ def pass_of(run: Run, cfg: Config, sizes: RunSizes) -> cuda_graphs.ForwardBackwa
 
     def forward_backward(images: torch.Tensor, targets: torch.Tensor, microbatch: int) -> torch.Tensor:
         is_first = None if sizes.accumulation == 1 else microbatch == 0
+        answers = run.teacher(images) if run.teacher else None
         with run.grad_sync(microbatch == sizes.accumulation - 1):
             logits = run.model(images, is_first_microbatch=is_first).float()
-            part = loss_of(logits, targets, cfg.loss) / sizes.accumulation
+            part = objective(logits, targets, answers, cfg) / sizes.accumulation
             part.backward()
         return part.detach()
 
@@ -347,6 +350,33 @@ def evaluate(
     dist.all_reduce(sums)
     loss, top1, top5, images = (sums / copies).tolist()
     return {"val/loss": loss / images, "val/top1": top1 / images, "val/top5": top5 / images, "val/images": int(images)}
+
+
+def objective(logits: torch.Tensor, targets: torch.Tensor, answers: torch.Tensor | None, cfg: Config) -> torch.Tensor:
+    """What a step minimises: `loss_of`, and beside it how far the student is from its teacher's `answers`, as in DeiT.
+
+    With `model.distilled` the first of the two heads' `logits` (2, B, num_classes) learns the labels and the second one
+    the answers; without, one head (B, num_classes) learns both. Without answers two heads learn the labels by their
+    mean, as timm fine-tunes such a model.
+    """
+    if answers is None:
+        return loss_of(logits.mean(dim=0) if cfg.model.distilled else logits, targets, cfg.loss)
+    of_labels, of_answers = logits.unbind() if cfg.model.distilled else (logits, logits)
+    alpha = cfg.distillation.alpha
+    distilled = distillation_loss(of_answers, answers, cfg.distillation)
+    return (1 - alpha) * loss_of(of_labels, targets, cfg.loss) + alpha * distilled
+
+
+def distillation_loss(logits: torch.Tensor, answers: torch.Tensor, cfg: DistillationConfig) -> torch.Tensor:
+    """Of the student's `logits` and the teacher's `answers`, both (B, num_classes), float32.
+
+    hard: cross-entropy with the teacher's class. soft: tau^2 times the divergence of both at temperature tau, a mean
+    over images and classes. The paper's equation 2 has the mean over images; this is DeiT's code (losses.py).
+    """
+    if cfg.kind == "hard":
+        return F.cross_entropy(logits, answers.argmax(dim=1))
+    ours, theirs = (F.log_softmax(each / cfg.tau, dim=1) for each in (logits, answers))
+    return F.kl_div(ours, theirs, reduction="mean", log_target=True) * cfg.tau**2
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor, cfg: LossConfig) -> torch.Tensor:

@@ -148,7 +148,7 @@ class TrainableModel(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Timm's names of the tensors of two or more dimensions that are not weights of a matrix product."""
-        tokens = {"pos_embed", "cls_token", "reg_token", "attn_pool.latent"}
+        tokens = {"pos_embed", "cls_token", "dist_token", "reg_token", "attn_pool.latent"}
         return tokens & {timm_name(name) for name, _ in self.named_parameters()}
 
     @torch.no_grad()
@@ -180,6 +180,7 @@ class TrainableModel(nn.Module):
         pool = 2 * tokens * cfg.embed_dim**2 if cfg.global_pool == "map" else 0
         hidden = cfg.representation_size
         head = (cfg.embed_dim + cfg.num_classes) * hidden if hidden else cfg.embed_dim * cfg.num_classes
+        head *= 1 + cfg.distilled
         return 2.0 * (embed + cfg.depth * block + pool + head)
 
 
@@ -196,7 +197,7 @@ class VisionTransformer(TrainableModel):
         width, norm = cfg.embed_dim, norm_layer(cfg)
         use_fc_norm = cfg.global_pool == "avg" if cfg.fc_norm is None else cfg.fc_norm
 
-        self.num_prefix_tokens = cfg.class_token + cfg.reg_tokens
+        self.num_prefix_tokens = cfg.num_prefix_tokens()
         self.patch_embed = PatchEmbed(
             pair(cfg.img_size),
             pair(cfg.patch_size),  # pyright: ignore[reportArgumentType]  (timm annotates an int, and takes pairs)
@@ -208,6 +209,7 @@ class VisionTransformer(TrainableModel):
         self.patch_embed.proj = PatchProjection(cfg.in_chans, width, patch, stride=patch, bias=not cfg.pre_norm)
         num_embeddings = self.patch_embed.num_patches + (0 if cfg.no_embed_class else self.num_prefix_tokens)
         self.cls_token = nn.Parameter(torch.empty(1, 1, width)) if cfg.class_token else None
+        self.dist_token = nn.Parameter(torch.empty(1, 1, width)) if cfg.distilled else None
         self.reg_token = nn.Parameter(torch.empty(1, cfg.reg_tokens, width)) if cfg.reg_tokens else None
         is_learned = cfg.pos_embed == "learn"
         self.pos_embed = nn.Parameter(torch.empty(1, num_embeddings, width), requires_grad=is_learned)
@@ -237,11 +239,15 @@ class VisionTransformer(TrainableModel):
         layers = {"fc": LecunLinear(width, size), "act": nn.Tanh()} if size else {}
         self.pre_logits = nn.Sequential(collections.OrderedDict(layers)) if layers else nn.Identity()
         self.head = nn.Linear(size or width, cfg.num_classes)
+        self.head_dist = nn.Linear(width, cfg.num_classes) if cfg.distilled else None
         set_fused_attn(self, cfg)
         freeze(self, cfg)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """(B, C, Y, X) -> (B, num_classes).
+
+        With `model.distilled`, in training, both heads' logits (2, B, num_classes): the class token's, then the
+        distillation token's.
 
         Args:
             x: images.
@@ -256,7 +262,15 @@ class VisionTransformer(TrainableModel):
         keeps = self.drop_path(len(x), x.device) if drops else [None] * len(self.blocks)
         x = self.run_blocks(x, keeps, is_first_microbatch)
         x = self.norm(x)
+        if self.head_dist is not None:
+            return self._both_heads(x, self.head_dist)
         return self.head(self.head_drop(self.pre_logits(self.fc_norm(self._pool(x)))))  # B N D -> B num_classes
+
+    def _both_heads(self, x: torch.Tensor, head_dist: nn.Module) -> torch.Tensor:
+        """(B, N, D) -> (2, B, num_classes) in training, else their mean (B, num_classes), as timm's and DeiT's."""
+        of_class, of_teacher = self.head_drop(x[:, 0]), self.head_drop(x[:, 1])
+        of_class, of_teacher = self.head(of_class), head_dist(of_teacher)
+        return torch.stack([of_class, of_teacher]) if self.training else (of_class + of_teacher) / 2
 
     def run_blocks(
         self, x: torch.Tensor, keeps: Iterable[torch.Tensor | None], is_first_microbatch: bool | None
@@ -279,8 +293,9 @@ class VisionTransformer(TrainableModel):
         return (torch.rand(depth, 2, batch_size, 1, 1, device=device) >= rates) / (1 - rates)
 
     def _add_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Prepend class and register tokens and add the positions, in x's dtype: an FP32 table would promote x."""
-        tokens = [t.to(x.dtype).expand(len(x), -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+        """Prepend the tokens and add the positions, in x's dtype: an FP32 table would promote x."""
+        prefix = (self.cls_token, self.dist_token, self.reg_token)
+        tokens = [t.to(x.dtype).expand(len(x), -1, -1) for t in prefix if t is not None]
         pos_embed = self.pos_embed.to(x.dtype)
         if self.cfg.no_embed_class:
             return torch.cat([*tokens, x + pos_embed], dim=1)
@@ -306,7 +321,7 @@ def freeze(model: nn.Module, cfg: ModelConfig) -> None:
     """Take the gradient from what cfg.freeze names; before wrapping, so that no strategy reduces or updates it."""
     for name, parameter in model.named_parameters():
         name = timm_name(name)
-        is_head = name.startswith(("head.", "pre_logits."))
+        is_head = name.startswith(("head.", "head_dist.", "pre_logits."))
         if (cfg.freeze == "backbone" and not is_head) or (cfg.freeze == "patch_embed" and name.startswith(cfg.freeze)):
             parameter.requires_grad_(False)
 
@@ -321,7 +336,7 @@ def set_fused_attn(model: nn.Module, cfg: ModelConfig) -> None:
 def sincos_positions(cfg: ModelConfig) -> torch.Tensor:
     """Sine and cosine of each patch's column and row at embed_dim / 4 frequencies; (1, embeddings, embed_dim), float32.
 
-    Zero for class and register tokens. Frequencies from 1 to 1 / 10000, both included, as in big_vision's
+    Zero for class, distillation and register tokens. Frequencies from 1 to 1 / 10000, both included, as in big_vision's
     posemb_sincos_2d (models/vit.py; arXiv 2205.01580); MoCo v3's stop one short of the last.
     """
     height, width = cfg.grid_size()
@@ -330,7 +345,7 @@ def sincos_positions(cfg: ModelConfig) -> torch.Tensor:
     rows, columns = (torch.arange(n, device="cpu", dtype=torch.float64)[:, None] * frequencies for n in (height, width))
     x, y = columns.repeat(height, 1), rows.repeat_interleave(width, 0)  # patches in rows of the image
     grid = torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
-    tokens = 0 if cfg.no_embed_class else cfg.class_token + cfg.reg_tokens
+    tokens = 0 if cfg.no_embed_class else cfg.num_prefix_tokens()
     return torch.cat([grid.new_zeros(tokens, cfg.embed_dim), grid])[None].float()
 
 
@@ -358,7 +373,7 @@ def _initialize(
             # Divided by the deviation that a standard normal has left when it is cut off at -2 and 2.
             std = module.in_features**-0.5 / 0.8796256610342398
             nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)
-        elif name == "pos_embed":
+        elif name in ("pos_embed", "dist_token"):
             nn.init.normal_(tensor, std=0.02, generator=generator)
         elif name in ("cls_token", "reg_token"):
             nn.init.normal_(tensor, std=1e-6, generator=generator)

@@ -23,6 +23,7 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "class_token": (lambda value: value, "it always has a class token"),
     "global_pool": (lambda value: value == "token", "it classifies by the class token"),
     "reg_tokens": (lambda value: value == 0, "it has no register tokens"),
+    "distilled": (lambda value: not value, "it has no distillation token"),
     "no_embed_class": (lambda value: not value, "its class token has a position"),
     "init_values": (lambda value: value is None, "it has no LayerScale"),
     "qk_norm": (lambda value: not value, "it does not normalise queries and keys"),
@@ -33,7 +34,7 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 # Option -> the value to give it, where it is not false, null or 0; images and patches of two sides have none.
 TO_GIVE = {"class_token": "true", "global_pool": "token", "proj_bias": "true", "img_size": None, "patch_size": None}
-TO_GIVE |= dict.fromkeys(("no_embed_class", "qk_norm", "pre_norm", "fc_norm"), "false")
+TO_GIVE |= dict.fromkeys(("distilled", "no_embed_class", "qk_norm", "pre_norm", "fc_norm"), "false")
 TO_GIVE |= dict.fromkeys(("init_values", "representation_size"), "null")
 
 

@@ -54,7 +54,8 @@ def _model(state: dict[str, Any], weights: StepWeights) -> dict[str, str]:
     parameters = sum(tensor.numel() for tensor in weights.on_meta().values())
     kind = "moving average (EMA) of the weights" if weights.part == "ema" else "weights"
     return {
-        "architecture": "timm's `VisionTransformer`; `config.json` has every argument",
+        "architecture": f"timm's `VisionTransformer{'Distilled' if model.get('distilled') else ''}`; `config.json` has "
+        "every argument",
         "width, depth, heads": f"{model['embed_dim']}, {model['depth']}, {model['num_heads']}",
         "patches": "{} x {} pixels".format(*pair(model["patch_size"])),
         "pooling": f"`{model['global_pool']}`",
@@ -86,10 +87,24 @@ def _training(state: dict[str, Any]) -> dict[str, str]:
         rows["global batch"], rows["seed"] = f"{stream['global_batch_size']:,}", f"{stream['seed']}"
     if recipe:
         rows["started from"] = _start(recipe["checkpoint.init_from"])
-        rows |= {name: _settings(value) for name, value in recipe.items() if name != "checkpoint.init_from"}
+        rows |= {
+            name: _settings(_told_of(value) if name == "distillation" else value)
+            for name, value in recipe.items()
+            if name != "checkpoint.init_from"
+        }
     elif "optimizer" in state:
         rows["optimizer"] = state["optimizer"]
     return rows
+
+
+def _told_of(distillation: dict[str, Any]) -> dict[str, Any]:
+    """Of the section `distillation` what says how the model came to be."""
+    kind, teacher = distillation["kind"], distillation["teacher"]
+    if kind == "none":
+        return {"kind": kind}
+    is_public = teacher.startswith(("timm:", "hf-hub:"))  # a path says more of a machine than of a model
+    keys = ["kind", *(["teacher"] if is_public else []), "alpha", *(["tau"] if kind == "soft" else [])]
+    return {key: distillation[key] for key in keys}
 
 
 def _start(init_from: str | None) -> str:

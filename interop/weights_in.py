@@ -43,7 +43,7 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 NESTS = ("model", "state_dict", "model_state_dict", "module")  # under which files of others keep the weights
 AVERAGE = re.compile(r"(.*_)?ema(_.*)?")  # and their averages: state_dict_ema, model_ema, ema_state_dict, ema, ...
 HUB_NAME = re.compile(r"[\w-][\w.-]*/(?!.*\.(safetensors|npz|pt|pth|bin|ckpt|tar)$)[\w.-]+")  # owner and model, no file
-HEAD = ("head.weight", "head.bias")
+HEAD = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")  # the second one with model.distilled
 HIDDEN = ("pre_logits.fc.weight", "pre_logits.fc.bias")  # of a head with model.representation_size
 
 
@@ -80,7 +80,7 @@ def read(source: str) -> Source:
         if source.startswith("timm:") or (not path.exists() and timm.is_model(source)):
             return _source_of_timms(pretrained(source.removeprefix("timm:")), source)
         if source.startswith("hf-hub:"):
-            return _source_of_timms(_built_by_timm(source), source)
+            return _source_of_timms(built_by_timm(source), source)
         if path.is_dir() and not source.startswith("local-dir:") and (folder := newest_step(path)):
             return _read_step(source, folder)
         if (path / ".metadata").is_file():
@@ -279,7 +279,7 @@ def pretrained(name: str) -> Any:
     """A model of timm's, with its trained weights.
 
     Raises:
-        ConfigError: timm has no such model or weights, it is no VisionTransformer, or the hub is out of reach.
+        ConfigError: timm has no such model or weights, or the hub is out of reach.
     """
     from timm.models import get_arch_name, is_model_pretrained  # takes a second, for few runs
 
@@ -293,21 +293,25 @@ def pretrained(name: str) -> Any:
         raise ConfigError(
             f"timm has no such weights: {f'use one of {first_few(tags)}' if tags else 'use another model'}"
         )
-    return _built_by_timm(name)
+    return built_by_timm(name)
 
 
-def _built_by_timm(name: str) -> Any:
-    from timm.models.vision_transformer import VisionTransformer as TimmViT
+def built_by_timm(name: str) -> Any:
+    """A model of timm's, of any kind, of the hub or of a folder, with its trained weights.
 
+    Raises:
+        ConfigError: it is not there, or damaged, or the hub is out of reach.
+    """
     # timm draws weights before it loads others: not from the run's own generator.
     with torch.random.fork_rng(devices=[]), _downloading("it"):
-        model = timm.create_model(name, pretrained=True)
-    if not isinstance(model, TimmViT):
-        raise ConfigError(f"it is timm's {type(model).__name__}: give a VisionTransformer, timm.list_models('vit*')")
-    return model
+        return timm.create_model(name, pretrained=True)
 
 
 def _source_of_timms(model: Any, source: str) -> Source:
+    from timm.models.vision_transformer import VisionTransformer as TimmViT
+
+    if not isinstance(model, TimmViT):
+        raise ConfigError(f"it is timm's {type(model).__name__}: give a VisionTransformer, timm.list_models('vit*')")
     found = cast(dict[str, Any], model.pretrained_cfg)  # create_model puts it on the module
     classes = tuple(found.get("label_names") or ())
     return dataclasses.replace(_source_of(model, source), classes=classes, data=_settings(found))
@@ -391,7 +395,7 @@ def fit(
             fresh = [name for name in (*HIDDEN, *HEAD) if name in wanted]
             tensors = {name: tensor for name, tensor in tensors.items() if name not in (*HIDDEN, *HEAD)}
         elif tuple(rows) != (cfg.num_classes,) or (known and {*source.classes} != {*classes}):
-            fresh = list(HEAD)
+            fresh = [name for name in HEAD if name in wanted]
             tensors = {name: tensor for name, tensor in tensors.items() if name not in HEAD}
         elif known and source.classes != classes:
             order = [source.classes.index(name) for name in classes]
@@ -461,7 +465,7 @@ def _resample_positions(pos_embed: Tensor, grid: tuple[int, int] | None, cfg: Mo
         ConfigError: the grid is unknown, or not that of this many rows.
     """
     height, width = (side // patch for side, patch in zip(pair(cfg.img_size), pair(cfg.patch_size), strict=True))
-    tokens = cfg.class_token + cfg.reg_tokens
+    tokens = cfg.num_prefix_tokens()
     prefix = 0 if cfg.no_embed_class else tokens
     rows = pos_embed.shape[1]
 

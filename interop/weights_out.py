@@ -21,7 +21,7 @@ from schema import ConfigError, pair
 
 # Arguments of the model that timm lacks, or means otherwise; num_classes has a place of its own in timm's files.
 OURS_ALONE = {"norm_eps", "transformer_engine", "drop_path_schedule", "pos_embed", "representation_size"}
-OURS_ALONE |= {"init_head_bias", "freeze", "fused_attn", "implementation", "num_classes"}
+OURS_ALONE |= {"init_head_bias", "freeze", "fused_attn", "implementation", "num_classes", "distilled"}
 
 
 def export_timm(step_folder: Path, target: Path, *, raw: bool = False) -> str:
@@ -62,8 +62,10 @@ def timm_arguments(model: dict[str, Any]) -> dict[str, Any]:
 def _timm_config(state: dict[str, Any]) -> dict[str, Any]:
     """What timm's `local-dir:` loader reads: architecture, the arguments that differ, and the evaluation's settings."""
     model, data = state["model"], state["data"]
+    is_distilled = model.get("distilled", False)  # which older checkpoints lack
     return {
-        "architecture": "vit_base_patch16_224",  # timm's entry point; every argument is given below
+        # timm's entry point; every argument is given below
+        "architecture": "deit_base_distilled_patch16_224" if is_distilled else "vit_base_patch16_224",
         "num_classes": model["num_classes"],
         "num_features": model["embed_dim"],
         "global_pool": model["global_pool"],
@@ -77,7 +79,7 @@ def _timm_config(state: dict[str, Any]) -> dict[str, Any]:
             "mean": _each_channel(data["mean"], model),
             "std": _each_channel(data["std"], model),
             "first_conv": "patch_embed.proj",
-            "classifier": "head",
+            "classifier": ["head", "head_dist"] if is_distilled else "head",
             **({"label_names": state["classes"]} if state["classes"] else {}),
             **({"label_descriptions": names} if (names := descriptions(state["classes"])) else {}),
         },

@@ -22,15 +22,16 @@ MAY_IMPORT = {
     "observability": {"runtime", "schema"},
     "imagenet_dataset": {"input_pipeline", "runtime", "schema"},
     "checkpoint": {"interop", "optim", "runtime", "schema"},
+    "distillation": {"interop", "runtime", "schema"},
     "trainer": {
         "checkpoint", "imagenet_dataset", "input_pipeline", "observability", "optim", "runtime", "schema"
     },
     "launch": {"imagenet_dataset", "interop", "observability", "runtime", "schema", "vit_te"},
-    "infer": {"input_pipeline", "interop", "launch", "runtime", "schema"},
+    "infer": {"input_pipeline", "interop", "launch", "schema"},
 }  # fmt: skip
 for entrypoint in ("train_ddp", "train_fsdp2", "train_mfsdp"):
     MAY_IMPORT[entrypoint] = {"checkpoint", "imagenet_dataset", "launch", "modeling", "optim", "runtime", "schema"}
-    MAY_IMPORT[entrypoint] |= {"trainer"}
+    MAY_IMPORT[entrypoint] |= {"distillation", "trainer"}
 # Libraries that a module or package must not need, imported anywhere in it.
 MUST_NOT_NEED = {
     "schema": {"hydra", "omegaconf", "timm", "torch", "torchvision"},

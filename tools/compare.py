@@ -56,7 +56,8 @@ ONLY: str = """
     model.drop_path_schedule=linear model.init_head_bias=0.0 model.freeze=null lr_scheduler.name=cosine
     data.source=folder data.repeated_augmentation=1 data.on_error=raise data.exif_orientation=false
     data.max_pixels=178956970 checkpoint.init_from=null wandb.mode=disabled tensorboard.enabled=false
-    profiler.trace=false profiler.memory_snapshot=false optimizer.state_dtype=fp32
+    profiler.trace=false profiler.memory_snapshot=false optimizer.state_dtype=fp32 model.distilled=false
+    distillation.kind=none
 """
 
 

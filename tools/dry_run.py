@@ -44,7 +44,7 @@ import vit  # noqa: E402
 from input_pipeline.augment import Mixup  # noqa: E402
 from runtime.session import Session  # noqa: E402
 from runtime.tensors import to_local  # noqa: E402
-from schema import Config, RunSizes, pair  # noqa: E402
+from schema import Config, ConfigError, RunSizes, pair  # noqa: E402
 
 SCRIPTS = ("train_ddp", "train_fsdp2")
 KINDS = {"allgather": "all-gather", "reducescatter": "reduce-scatter", "allreduce": "all-reduce"}
@@ -291,7 +291,15 @@ def trial_of(run: trainer.Run, cfg: Config, session: Session, sizes: RunSizes) -
 
 
 def dry_run(cfg: Config, script: str, ranks: int) -> Trial:
-    """The trial of an entrypoint's main."""
+    """The trial of an entrypoint's main.
+
+    Raises:
+        ConfigError: the run has a teacher.
+    """
+    if cfg.distillation.kind != "none":
+        raise ConfigError(
+            f"distillation.kind={cfg.distillation.kind}: a dry run reads no weights, a teacher's neither; set none"
+        )
     found: list[Trial] = []
 
     def train(run: trainer.Run, cfg: Config, session: Session, sizes: RunSizes, **_: Any) -> dict[str, float]:

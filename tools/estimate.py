@@ -154,7 +154,7 @@ def check(cfg: Config, script: str) -> None:
     """
     needed: list[tuple[str, Any, Any]] = [("precision", cfg.precision, "bf16")]
     needed += [("model.freeze", cfg.model.freeze, None), ("model.implementation", cfg.model.implementation, "ours")]
-    needed += [("distributed.tp", cfg.distributed.tp or 1, 1)]
+    needed += [("distributed.tp", cfg.distributed.tp or 1, 1), ("distillation.kind", cfg.distillation.kind, "none")]
     if script == "train_fsdp2":
         needed.append(("fsdp2.cpu_offload", cfg.fsdp2.cpu_offload, False))
     if script == "train_mfsdp":
