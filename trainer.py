@@ -376,7 +376,7 @@ def distillation_loss(logits: torch.Tensor, answers: torch.Tensor, cfg: Distilla
     if cfg.kind == "hard":
         return F.cross_entropy(logits, answers.argmax(dim=1))
     ours, theirs = (F.log_softmax(each / cfg.tau, dim=1) for each in (logits, answers))
-    return F.kl_div(ours, theirs, reduction="mean", log_target=True) * cfg.tau**2
+    return F.kl_div(ours, theirs, reduction="sum", log_target=True) * cfg.tau**2 / logits.numel()
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor, cfg: LossConfig) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch
 from configs import schema_leaves, sections
 from conftest import ROOT, SCRIPTS, error_of, make_images, tiny_config
 from pydantic import TypeAdapter
+from weight_files import write_teacher
 
 import schema
 from runtime import preemption
@@ -92,6 +93,9 @@ VALUES = {
     "wandb.init_args": {"project": "vit"},
     "profiler.ranks": [0, 1],
     "optimizer.state_dtype": "bf16",
+    "distillation.kind": "hard",
+    "distillation.teacher": "/a/teacher",
+    "distillation.image_size": 24,
     "distributed.dp_outer": 2,
     "distributed.hang_timeout_s": 300.0,
     "distributed.slow_rank_factor": 2.0,
@@ -130,6 +134,10 @@ ON = {
         "loss.name": "sigmoid", "loss.bce_target_thresh": 0.1,
     },
     "faster averages": {"optimizer.betas": [0.9, 0.95]},
+    "taught": {
+        "distillation.kind": "soft", "distillation.teacher": "TEACHER", "model.global_pool": "token",
+        "model.class_token": True,
+    },
     "not exported": {"checkpoint.save_final_model": False},
 }  # fmt: skip
 # Refused on a machine without a GPU whatever else is set, or read by TransformerEngine only: tests/test_fp8.py.
@@ -139,6 +147,7 @@ OF_A_GPU |= {"mfsdp.outer_dp_sharding_strategy"}
 OF_A_BUCKET = {"checkpoint.local_dir"}  # tests/test_bucket_checkpoint.py
 NEVER = {"data.image_size", "distributed.tp", "distributed.dp_outer", "distributed.dp_shard"}  # but as derived, alone
 NOT_WITH_MEGATRON_FSDP = {"model.freeze", "model.implementation", "model.pos_embed", "precision"}
+NOT_WITH_MEGATRON_FSDP |= {"distillation.shard_teacher"}
 
 
 def with_keys(cfg, changes):
@@ -257,7 +266,8 @@ def folders(made_shards, tmp_path_factory):
     """Names in ON -> the folders."""
     broken = make_images(tmp_path_factory.mktemp("broken"))
     (broken / "train/class_a/003.jpg").write_text("no image")
-    return {"SHARDS": str(made_shards), "BROKEN": str(broken)}
+    teacher = write_teacher(tmp_path_factory.mktemp("teacher"))
+    return {"SHARDS": str(made_shards), "BROKEN": str(broken), "TEACHER": str(teacher)}
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import timm
 import torch
 import yaml
 from conftest import ROOT, TINY, read_metrics, run_tasks, started_once
+from weight_files import write_teacher
 
 import diff_config
 import schema
@@ -48,12 +49,15 @@ def runs(image_folder, tmp_path_factory):
     @started_once
     def start(_):
         folder = tmp_path_factory.mktemp("recipes")
+        teacher = write_teacher(folder / "teacher")
         tasks = []
         for i, name in enumerate(NAMES):
             overrides = [*SHRUNK, f"data.path={image_folder}", f"output_dir={folder / name}"]
             if name in SECOND:
                 overrides.append(f"checkpoint.init_from={folder / SECOND[name]}/checkpoints")
                 overrides.append("model.img_size=24")
+            if name.endswith("_distilled"):  # in place of one from the hub
+                overrides.append(f"distillation.teacher={teacher}")
             script = ("train_ddp", "train_fsdp2")[i % 2]
             tasks.append({"name": name, "script": script, "overrides": overrides, "config_name": name})
         return run_tasks(tasks, nproc=1, folder=folder, strict=False), folder
@@ -91,7 +95,7 @@ def test_two_steps(runs, name):
 
 PAPER = re.compile(  # what a paper states, and a recipe repeats although it inherits the same
     r"num_epochs|num_train_steps|global_batch_size|max_grad_norm|precision|model\.drop_path_rate"
-    r"|(optimizer|lr_scheduler|loss|ema)\..*"
+    r"|(optimizer|lr_scheduler|loss|ema|distillation)\..*"
     r"|data\.(repeated_augmentation|crop_.*|.flip|auto_augment|color_jitter|random_erasing|mixup.*|cutmix|interpolation)"
 )
 

@@ -9,6 +9,7 @@ import pickle
 from dataclasses import fields
 
 import numpy as np
+import timm
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
@@ -95,6 +96,20 @@ def write_timm(folder, cfg, model):
     save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     content = {"architecture": "vit_base_patch16_224", "num_classes": cfg.num_classes, "model_args": plain(cfg)}
     (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def write_teacher(folder, architecture="test_byobnet", *, num_classes=6, names=None, seed=0, **arguments):
+    """A small model of timm's with weights whose answers differ from image to image, as timm writes it; its folder."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = timm.create_model(architecture, num_classes=num_classes, **arguments)
+    with torch.no_grad():
+        for head in (module for name, module in model.named_modules() if name in ("head", "head.fc")):
+            if isinstance(head, torch.nn.Linear):
+                head.weight.mul_(20)
+    config = {"label_names": list(names)} if names else None
+    timm.models.save_for_hf(model, folder, model_config=config, model_args=arguments, safe_serialization=True)
     return folder
 
 
