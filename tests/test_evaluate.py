@@ -3,13 +3,21 @@
 import launch  # noqa: F401  (before torch)
 
 import json
+import pkgutil
+import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, error_of, read_metrics, run_command
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from timm.data import RealLabelsImagenet
+from weight_files import write_teacher
 
 import evaluate
+import infer
 from input_pipeline import tar_shards
 
 
@@ -167,6 +175,140 @@ def test_outputs_of_classes(classes, names, outputs):
         assert evaluate.outputs_of(*arguments) == outputs
     else:
         assert outputs in error_of(evaluate.outputs_of, *arguments)
+
+
+# ImageNet's other sets, of noise under their names, against what timm's validate.py does with a model's logits
+
+
+@pytest.fixture(scope="module")
+def imagenet(tmp_path_factory):
+    """A folder with a model of ImageNet's classes, without names and with them in another order, and 24 images."""
+    folder = tmp_path_factory.mktemp("imagenet")
+    size = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+    write_teacher(folder / "nameless", "vit_tiny_patch16_224", num_classes=1000, **size)
+    shutil.copytree(folder / "nameless", folder / "named")
+    tensors = load_file(folder / "named/model.safetensors")
+    flipped = {name: tensors[name].flip(0).contiguous() for name in ("head.weight", "head.bias")}
+    save_file(tensors | flipped, folder / "named/model.safetensors")
+    content = json.loads((folder / "named/config.json").read_text())
+    content["pretrained_cfg"]["label_names"] = evaluate.wnids()[::-1]
+    (folder / "named/config.json").write_text(json.dumps(content))
+    rng = np.random.default_rng(0)
+    (folder / "pictures").mkdir()
+    for i in range(24):
+        Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(folder / f"pictures/{i:02d}.png")
+    return folder
+
+
+def logits_of(imagenet):
+    """The nameless model's, of the pictures in order."""
+    model, config = infer.load_model(imagenet / "nameless")
+    reader = infer.Reader(model, config)
+    with torch.inference_mode():
+        return model(torch.stack([reader(path.read_bytes()) for path in sorted((imagenet / "pictures").iterdir())]))
+
+
+def placed(imagenet, root, names):
+    """A folder of class folders with the pictures under `names`, <class>/<file>, in order."""
+    for picture, name in zip(sorted((imagenet / "pictures").iterdir()), names, strict=True):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(picture, root / name)
+    return str(root)
+
+
+def scores(capsys, *arguments):
+    """Images, top-1, top-5 and what is said after them."""
+    evaluate.main([*map(str, arguments), "--workers", "0", "--batch-size", "5"])
+    line = capsys.readouterr().out.splitlines()[0]
+    count, top1, top5, words = re.search(r": (\d+) images, top-1 (\S+), top-5 (\d\.\d+)(.*)", line).groups()
+    return int(count), float(top1), float(top5), words
+
+
+@pytest.mark.parametrize("model", ["nameless", "named"])
+def test_real_labels_are_timms(imagenet, tmp_path, capsys, model):
+    logits = logits_of(imagenet)
+    table = RealLabelsImagenet([""] * 50_000).real_labels
+    files = []
+    for i, ranks in enumerate(logits.topk(9, dim=1).indices.tolist()):
+        wanted = (ranks[0], ranks[2], ranks[8], None)[i % 4]  # right at once, among five, not among them; no label
+        fits = (name for name, labels in table.items() if (wanted in labels if labels else wanted is None))
+        files.append(next(name for name in fits if name not in files))
+    timms = RealLabelsImagenet([*files, *[""] * (50_000 - len(files))])
+    timms.add_result(logits)
+    count, top1, top5, words = scores(
+        capsys,
+        imagenet / model,
+        placed(imagenet, tmp_path / "val", [f"n01440764/{name}" for name in files]),
+        "--real-labels",
+    )
+    assert (count, words) == (18, " by ReaL's labels")
+    assert top1 == pytest.approx(timms.get_accuracy(1) / 100, abs=1e-4)
+    assert top5 == pytest.approx(timms.get_accuracy(5) / 100, abs=1e-4)
+    assert 0.3 < top1 < top5 < 1
+
+
+@pytest.mark.parametrize("model", ["nameless", "named"])
+@pytest.mark.parametrize("name", ["imagenet-a", "imagenet-r", "a file"])
+def test_answers_are_among_the_valid_labels_alone(imagenet, tmp_path, capsys, model, name):
+    if name == "a file":
+        indices = list(range(10, 990, 7))
+        outputs = indices if model == "nameless" else [999 - index for index in indices]
+        (tmp_path / "list.txt").write_text("".join(f"{output}\n" for output in outputs))
+        name = tmp_path / "list.txt"
+    else:
+        content = pkgutil.get_data("timm.data", f"_info/{name.replace('-', '_')}_indices.txt")
+        indices = [int(line) for line in content.split()]
+    among = logits_of(imagenet)[:, indices]  # as validate.py has it
+    ranks = among.topk(9, dim=1).indices
+    labels = [row[(0, 2, 8)[i % 3]].item() for i, row in enumerate(ranks)]
+    folder = placed(
+        imagenet, tmp_path / "set", [f"{evaluate.wnids()[indices[k]]}/{i}.png" for i, k in enumerate(labels)]
+    )
+    found = scores(capsys, imagenet / model, folder, "--valid-labels", name)
+    assert found == (
+        24,
+        pytest.approx(1 / 3, abs=1e-4),
+        pytest.approx(2 / 3, abs=1e-4),
+        f" among {len(indices)} classes",
+    )
+    assert scores(capsys, imagenet / model, folder)[1] < 1 / 3
+
+
+@pytest.mark.parametrize("model", ["nameless", "named"])
+def test_imagenets_classes_go_by_numbers_and_by_wnids(imagenet, tmp_path, capsys, model):
+    """As the folders of ImageNet-V2 and of Sketch are called, and of a part of either."""
+    right = logits_of(imagenet).argmax(dim=1).tolist()
+    labels = [label if i % 2 else (label + 1) % 1000 for i, label in enumerate(right)]
+    for root, name in (("v2", str), ("sketch", lambda label: evaluate.wnids()[label])):
+        folder = placed(imagenet, tmp_path / root, [f"{name(label)}/{i}.png" for i, label in enumerate(labels)])
+        count, top1, _, _ = scores(capsys, imagenet / model, folder)
+        assert (count, top1) == (24, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "fragment"),
+    [
+        ("nameless", ["--real-labels", "--per-class"], "--real-labels with --per-class"),
+        ("nameless", ["--real-labels", "--valid-labels", "imagenet-a"], "--real-labels with --valid-labels"),
+        ("nameless", ["--real-labels"], "00.png is no ILSVRC2012_val_<number>.JPEG of ImageNet's validation set"),
+        ("nameless", ["--valid-labels", "imagenet-a"], "--valid-labels imagenet-a lacks 0 of "),
+        ("nameless", ["--valid-labels", "nowhere.txt"], "--valid-labels nowhere.txt is no list that can be read"),
+        ("nameless", ["--valid-labels", __file__], "which is none of the model's 1000 outputs"),
+        ("other", ["--real-labels"], "--real-labels is for models of ImageNet's 1000 classes, this one has 6 others"),
+        (
+            "other",
+            ["--valid-labels", "imagenet-r"],
+            "--valid-labels imagenet-r is for models of ImageNet's 1000 classes",
+        ),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused_by_name(imagenet, nameless, tmp_path, capsys, model, options, fragment):
+    folder = placed(imagenet, tmp_path / "set", [f"0/{i:02d}.png" for i in range(24)])
+    with pytest.raises(SystemExit) as caught:
+        scores(capsys, nameless if model == "other" else imagenet / model, folder, *options)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert fragment in line
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -25,6 +25,7 @@ from conftest import (
     weights,
 )
 from safetensors.torch import load_file
+from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from timm.optim import Lamb as TimmLamb
 from timm.optim import Muon as TimmMuon
@@ -206,6 +207,20 @@ def test_layers_have_timms_scales(pool):
             values = (wanted["patch_embed.proj.weight"][0], values[1])
         assert found[name] == pytest.approx(values), name
     assert len({scale for scale, _ in found.values()}) == 5  # before the blocks, three blocks, the head
+
+
+def test_a_distillation_token_and_its_head_have_timms_scales():
+    cfg = tiny_config("model.global_pool=token", "model.class_token=true", "model.distilled=true")
+    ours, theirs = (
+        VisionTransformer(cfg.model),
+        VisionTransformerDistilled(16, 8, 3, 6, "token", 24, 2, 3, weight_init="skip"),
+    )
+    groups = param_groups_layer_decay(theirs, 0.05, theirs.no_weight_decay(), layer_decay=0.75)
+    wanted = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    groups = param_groups(ours, ours.no_weight_decay(), 0.05, 0.75)
+    found = {id(p): (group["lr_scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    for name, p in theirs.named_parameters():
+        assert found[id(ours.get_parameter(name))] == pytest.approx(wanted[id(p)]), name
 
 
 def test_without_layer_decay_all_scales_are_one():

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_same
 from timm.layers import calculate_drop_path_rates, lecun_normal_
+from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -67,7 +68,9 @@ def small(overrides=""):
 
 def timm_twin(cfg, **more):
     """timm's model with the same arguments."""
-    return TimmViT(**timm_arguments(vars(cfg)), num_classes=cfg.num_classes, **more)
+    return (VisionTransformerDistilled if cfg.distilled else TimmViT)(
+        **timm_arguments(vars(cfg)), num_classes=cfg.num_classes, **more
+    )
 
 
 @torch.no_grad()
@@ -179,6 +182,31 @@ def test_random_numbers_of_training_are_timms(monkeypatch, overrides):
     calm = ours.eval()(x)
     assert (calm - trained["logits"]).abs().max() > 1e-3
     torch.testing.assert_close(calm, theirs.eval()(x), atol=1e-5, rtol=0)
+
+
+def test_two_heads_are_timms():
+    """Apart in training, with timm's masks of dropout; their mean in evaluation."""
+    cfg = small("distilled=true drop_rate=0.5 init_values=0.1 qk_norm=true")
+    ours, theirs = pair_with_timm(cfg)
+    assert set(ours.state_dict()) == set(theirs.state_dict())
+    theirs.set_distilled_training()
+    forward, x = theirs.forward, images(cfg, batch=4)
+    theirs.forward = lambda x: torch.stack(forward(x))
+    got, want = outputs_and_gradients(ours, x), outputs_and_gradients(theirs, x)
+    assert got["logits"].shape == (2, 4, 7)
+    assert_close(got, want)
+    theirs.forward = forward
+    torch.testing.assert_close(ours.eval()(x), theirs.eval()(x), atol=1e-5, rtol=0)
+    assert ours.no_weight_decay() == theirs.no_weight_decay() - {"reg_token"}  # which neither has
+
+
+def test_two_heads_start_as_timms():
+    cfg = small("distilled=true embed_dim=192 num_classes=50 init_head_bias=-4")
+    start = drawn(cfg).state_dict()
+    assert start["dist_token"].std() == pytest.approx(0.02, rel=0.2)  # timm's; a class token has 1e-6
+    assert start["head_dist.weight"].std() == pytest.approx(0.02, rel=0.05)
+    assert start["head_dist.bias"].abs().max() == 0
+    assert not torch.equal(start["head_dist.weight"], start["head.weight"])
 
 
 @pytest.mark.parametrize(
@@ -502,6 +530,7 @@ def test_every_published_size_has_a_config():
         "global_pool=map img_size=[224,448] mlp_ratio=2.5 in_chans=1",
         "patch_drop_rate=0.5 global_pool=avg",
         "representation_size=3000",
+        "distilled=true num_classes=9000",
     ],
 )
 def test_flops_are_those_that_torch_counts(overrides):

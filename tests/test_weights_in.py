@@ -281,6 +281,29 @@ def test_heads_go_by_the_names_of_classes(stored_weights):
     assert_same_bits(weights_in.fit(source, cfg, shapes(cfg), tuple(CLASSES))[0], tensors)
 
 
+def test_both_heads_of_a_distilled_model_go_and_stay_together(tmp_path):
+    """Through a checkpoint and timm's folder of it, to other classes and another image size."""
+    cfg = small("distilled=true")
+    folder, tensors = write_step(tmp_path / "own", cfg)
+    weights_out.export_timm(folder, tmp_path / "timms")
+    assert timm.create_model(f"local-dir:{tmp_path / 'timms'}", pretrained=True).head_dist.out_features == 7
+    heads = ["head.weight", "head.bias", "head_dist.weight", "head_dist.bias"]
+    for source in (folder, tmp_path / "timms"):
+        result, fresh = fitted(source, cfg)
+        assert fresh == []
+        assert_same_bits(result, tensors)
+        result, fresh = fitted(source, small("distilled=true num_classes=5 img_size=96"))
+        assert fresh == heads
+        assert not set(heads) & set(result)
+        assert result["pos_embed"].shape[1] == 2 + 36
+        torch.testing.assert_close(result["pos_embed"][:, :2], tensors["pos_embed"][:, :2], rtol=0, atol=0)
+        swapped = (CLASSES[1], CLASSES[0], *CLASSES[2:])
+        result, _ = weights_in.fit(weights_in.read(str(source)), cfg, shapes(cfg), swapped)
+        for name in heads:
+            assert torch.equal(result[name][0], tensors[name][1]), name
+    assert "dist_token" in error_of(fitted, folder, small())
+
+
 @pytest.mark.parametrize("num_classes", [3, 7])
 def test_the_head_alone_may_stay_fresh_for_other_classes(stored_weights, num_classes):
     _, folder, tensors = stored_weights
