@@ -3,9 +3,9 @@
     python infer.py runs/demo/checkpoints/final_model image.jpg folder/of/images
     python infer.py MODEL folder/ --json answers.json --sheet answers.png
 
-MODEL is a final_model folder, or a step_XXXXXXXX folder, or a folder that holds some, or timm:<model name>. Images
-are read as in evaluation: any mode and depth, EXIF as the run had it; one that cannot be read is named, the others go
-on, and the exit code is then 1.
+MODEL is a final_model folder, or a step_XXXXXXXX folder, or a folder that holds some, or timm:<model name>, or
+hf-hub:<owner>/<name>. Images are read as in evaluation: any mode and depth, EXIF as the run had it; one that cannot be
+read is named, the others go on, and the exit code is then 1.
 """
 
 from launch import Parser, exit_with
