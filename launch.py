@@ -493,6 +493,21 @@ def _other_lengths(typed: dict[str, Any]) -> list[str]:
     return extra
 
 
+def _with_timms(overrides: list[str]) -> list[str]:
+    """The same overrides, with what model=timm:<name> stands for in its place, before all others, which go first.
+
+    Raises:
+        ConfigError: timm has no such model, or it is none of ours.
+    """
+    chosen = [override for override in overrides if override.startswith("model=timm:")]
+    if not chosen:
+        return overrides
+    from interop import timm_models  # imports all of timm
+
+    rest = [override for override in overrides if not override.startswith("model=")]
+    return [*timm_models.overrides_of(chosen[-1].removeprefix("model=timm:")), *rest]
+
+
 def load_config(config_name: str = "L0_sanity", overrides: list[str] | None = None, *, script: str = "test") -> Config:
     """Compose and check a config from Python, as the command line of `script` would, but for `check_options`.
 
@@ -505,7 +520,8 @@ def load_config(config_name: str = "L0_sanity", overrides: list[str] | None = No
 
     complaints, overrides = _complaints(), overrides or []
     try:
-        overrides = [*overrides, *_other_lengths(typed_values(overrides)), f"hydra.job.name={script}"]
+        extra = _other_lengths(typed_values(overrides))
+        overrides = [*_with_timms(overrides), *extra, f"hydra.job.name={script}"]
         with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3", job_name=script):
             raw = hydra.compose(config_name, overrides, return_hydra_config=True)
         HydraConfig.instance().set_config(raw)
@@ -563,7 +579,7 @@ def compose(script: str, arguments: list[str]) -> tuple[Config, list[str]]:
     try:
         typed = typed_values(overrides)
         ours = ["hydra/job_logging=none", "hydra/hydra_logging=none", f"hydra.job.name={script}"]
-        sys.argv[1:] = [*flags, *overrides, *_other_lengths(typed), *ours]
+        sys.argv[1:] = [*flags, *_with_timms(overrides), *_other_lengths(typed), *ours]
         with contextlib.redirect_stderr(complaint):
             keep()
     except complaints as error:

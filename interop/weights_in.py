@@ -281,6 +281,16 @@ def pretrained(name: str) -> Any:
     Raises:
         ConfigError: timm has no such model or weights, or the hub is out of reach.
     """
+    check_pretrained(name)
+    return built_by_timm(name)
+
+
+def check_pretrained(name: str) -> None:
+    """Refuse a name of which timm has no model, or no weights.
+
+    Raises:
+        ConfigError: with the nearest name, or what weights there are.
+    """
     from timm.models import get_arch_name, is_model_pretrained  # takes a second, for few runs
 
     if not timm.is_model(name):
@@ -293,7 +303,6 @@ def pretrained(name: str) -> Any:
         raise ConfigError(
             f"timm has no such weights: {f'use one of {first_few(tags)}' if tags else 'use another model'}"
         )
-    return built_by_timm(name)
 
 
 def built_by_timm(name: str) -> Any:
