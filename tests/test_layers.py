@@ -27,7 +27,7 @@ MAY_IMPORT = {
         "checkpoint", "imagenet_dataset", "input_pipeline", "observability", "optim", "runtime", "schema"
     },
     "launch": {"imagenet_dataset", "interop", "observability", "runtime", "schema", "vit_te"},
-    "infer": {"input_pipeline", "interop", "launch", "schema"},
+    "infer": {"input_pipeline", "interop", "launch", "runtime", "schema"},
 }  # fmt: skip
 for entrypoint in ("train_ddp", "train_fsdp2", "train_mfsdp"):
     MAY_IMPORT[entrypoint] = {"checkpoint", "imagenet_dataset", "launch", "modeling", "optim", "runtime", "schema"}
