@@ -5,11 +5,13 @@ Each "node" of a run of two processes has a folder of its own: local_dir has the
 
 import launch
 
+import argparse
 import functools
 import json
 import logging
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,11 +32,13 @@ pytest.importorskip("moto")
 from bucket_server import serving
 
 import checkpoint
+import doctor
+import infer
 import schema
 from imagenet_dataset import run_sizes
 from optim import build_optimizer
 from runtime.bucket import Bucket, BucketError
-from runtime.checkpoint_places import MANIFEST, InBucket, fetched, place_of, sha256
+from runtime.checkpoint_places import MANIFEST, InBucket, fetched, model_path, place_of, sha256
 from runtime.process_group import dist_session
 from vit import VisionTransformer
 
@@ -299,6 +303,22 @@ def test_other_schemes_and_a_local_folder_in_a_bucket_are_refused():
     assert "is no folder and no s3://bucket/prefix" in error_of(tiny_config, "checkpoint.ckpt_dir=gs://bucket/run")
     assert "is no folder and no s3://bucket/prefix" in error_of(tiny_config, "checkpoint.init_from=gs://bucket/run")
     assert "must be a folder on each node" in error_of(tiny_config, "checkpoint.local_dir=s3://bucket/run")
+
+
+def test_tools_take_a_model_from_a_bucket(job, bucket):
+    """The newest of a run's, one of its steps; where there is none, one line."""
+    one = job()
+    one.restore()
+    one.save(2, 4)
+    for url in (str(bucket), bucket.url("step_00000004")):
+        model, config = infer.load_model(model_path(url))
+        assert model.head.bias.eq(4).all()
+        assert config["num_classes"] == 6
+    with pytest.raises(argparse.ArgumentTypeError, match="holds no complete checkpoint and no final_model"):
+        model_path("s3://bucket/nothing")
+    assert model_path("runs/demo") == Path("runs/demo")
+    (row,) = [row for row in doctor.check_disk(one.cfg) if row.check == "checkpoint.local_dir"]
+    assert "2 checkpoints" in row.found
 
 
 # Runs of two processes, each a node

@@ -3,6 +3,7 @@
 import launch
 
 import json
+import re
 import shutil
 import sys
 
@@ -79,6 +80,12 @@ def test_what_cannot_be_taken_again_is_one_line(run, capsys, monkeypatch):
     line = refused(capsys, run, 7)
     assert "was trained by 1 processes of train_fsdp2.py, these are 2: start torchrun" in line
     assert line.endswith(f"--nproc-per-node 1 tools/replay.py {run} 7")
+
+
+def test_checkpoints_in_a_bucket_are_refused(run, capsys):
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(re.sub("ckpt_dir: .*", "ckpt_dir: s3://bucket/run", config))
+    assert "has its checkpoints in a bucket, checkpoint.ckpt_dir=s3://bucket/run" in refused(capsys, run, 6)
 
 
 @pytest.mark.slow
