@@ -24,7 +24,9 @@ def server(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("server")) as server, pytest.MonkeyPatch.context() as patch:
         for key, value in server.environment.items():
             patch.setenv(key, value)
+        module._client.cache_clear()  # another file's server may have been asked before
         yield server
+    module._client.cache_clear()
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ import infer
 import schema
 from imagenet_dataset import run_sizes
 from optim import build_optimizer
+from runtime import bucket as bucket_module
 from runtime.bucket import Bucket, BucketError
 from runtime.checkpoint_places import MANIFEST, InBucket, fetched, model_path, place_of, sha256
 from runtime.process_group import dist_session
@@ -51,7 +52,9 @@ def server(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("server")) as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
+        bucket_module._client.cache_clear()  # another file's server may have been asked before
         yield server
+    bucket_module._client.cache_clear()
 
 
 @pytest.fixture
