@@ -72,8 +72,8 @@ def main() -> None:
     """Parse, measure, write."""
     parser = launch.Parser(__doc__)
     parser.add_argument("images", type=Path, metavar="IMAGES")
-    parser.add_argument("--repeat", type=int, default=20)
-    parser.add_argument("--samples-per-shard", type=int, default=200)
+    parser.add_argument("--repeat", type=int, default=64)
+    parser.add_argument("--samples-per-shard", type=int, default=100)
     parser.add_argument("--streams", type=int, default=8, help="data.shard_streams")
     parser.add_argument("--workers", type=int, default=2, help="data.num_workers")
     parser.add_argument("--batch", type=int, default=64)
