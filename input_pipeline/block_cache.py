@@ -124,6 +124,7 @@ class BlockCache:
         for step in range(1, max(1, AHEAD // max(1, len(last))) + 1):
             blocks |= dict.fromkeys((n, block + step) for n, block in last.items() if self._length(n, block + step) > 0)
         if self._reader is None or self._reader.process != os.getpid():  # threads do not survive a fork
+            self._bucket.connect()
             self._reader = _Reader(self._fetch_ahead)
         self._reader.do(list(blocks))
 
