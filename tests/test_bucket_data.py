@@ -4,9 +4,11 @@ import launch
 
 import fcntl
 import os
+import pickle
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ pytest.importorskip("moto")
 
 from bucket_server import serving
 
+import evaluate
 import imagenet_dataset
 import make_shards
 from input_pipeline import block_cache, tar_shards
@@ -226,6 +229,13 @@ def test_small_images_are_kept_on_the_device(tmp_path):
     assert is_same(batches(config(target, tmp_path / "cache", *options, "data.num_workers=2")), want)
 
 
+def test_loader_processes_that_are_spawned_get_what_they_need(in_bucket, made_shards, tmp_path):
+    found = imagenet_dataset.list_images(config(in_bucket, tmp_path).data, "train")
+    found.expect([0])  # threads and connections are not passed on
+    local = tar_shards.load(str(made_shards), "train", "raise")
+    assert pickle.loads(pickle.dumps(found)).read(3) == local.read(3)
+
+
 # Blocks
 
 
@@ -322,6 +332,7 @@ def test_mistakes_are_one_line(in_bucket, tmp_path, monkeypatch):
     )
     assert "data.cache_gb=1e-06 with data.shard_streams=2: 2 places" in said(in_bucket, "data.cache_gb=1e-6")
     assert "data.cache_gb=1e+09: " in said(in_bucket, "data.cache_gb=1e9")
+    assert error_of(evaluate.images_of, Path(in_bucket), None).startswith(f"FOLDER={in_bucket}: give a folder")
     (tmp_path / "file").touch()
     assert f"data.cache_dir={tmp_path}/file: " in said(in_bucket, cache=tmp_path / "file")
     folder = block_cache.Room(str(tmp_path), 1).path

@@ -97,7 +97,7 @@ STATE_BYTES = {"adamw": 8, "lamb": 8, "sgd": 4, "muon": 4}  # of the optimizer, 
 # difference is told by another line.
 HOW = ("output_dir", "micro_batch_size", "compile", "cuda_graphs", "activation_checkpointing", "distributed", "ddp")
 HOW += ("fsdp2", "mfsdp", "logger", "wandb", "tensorboard", "profiler", "evaluation", "checkpoint", "data.path")
-HOW += ("data.num_workers", "data.worker_timeout_s", "data.shard_streams")
+HOW += ("data.num_workers", "data.worker_timeout_s", "data.shard_streams", "data.cache_dir", "data.cache_gb")
 TOLD = ("data.image_size", "global_batch_size", "optimizer.lr", "optimizer.lr_base_size", "optimizer.lr_base_scale")
 IN_STEPS = ("num_train_steps", "lr_scheduler.num_warmup_steps", "lr_scheduler.num_training_steps")
 IN_STEPS += ("lr_scheduler.num_cooldown_steps", "lr_scheduler.rsqrt_timescale")

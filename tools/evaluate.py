@@ -76,8 +76,8 @@ def images_of(folder: Path, model: infer.TimmModel) -> tuple[ImageSource, tuple[
     Raises:
         ConfigError: it is neither, or damaged; or as `outputs_of` says.
     """
-    if folder.parts[0] == "s3:":
-        raise ConfigError(f"FOLDER={folder.parts[0]}//{'/'.join(folder.parts[1:])}: give a folder, download the shards")
+    if folder.parts[:1] == ("s3:",):
+        raise ConfigError(f"FOLDER=s3://{'/'.join(folder.parts[1:])}: give a folder, download the shards")
     names = names_of(model)
     folder = folder.resolve()
     if any(folder.glob("*.tar")) or any(folder.glob("val/*.tar")):
