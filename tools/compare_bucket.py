@@ -1,7 +1,7 @@
 """Images/s of shards in a bucket on a slow line, beside the same shards in a folder.
 
     pip install "moto[server]"                                             # one of the requirements of the tests
-    python tools/compare_bucket.py IMAGES --output benchmarks/bucket_cpu.json
+    python tools/compare_bucket.py IMAGES --output benchmarks/bucket_data_cpu.json
 
 IMAGES holds JPEGs, in folders of any depth; each is taken --repeat times. They are made into shards in a folder and in
 a bucket of moto's S3 server on this machine, which answers after --latency seconds and sends --megabytes a second in

@@ -35,6 +35,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "attention": ("vit.py",),
     "attention_nan": (),
     "bucket_campaign": (*SAVING, "runtime/bucket.py", "tools/bucket_campaign.py"),
+    "bucket_data": (*READING, "input_pipeline/block_cache.py", "input_pipeline/tar_shards.py", "runtime/bucket.py"),
     "cifar10": (*TRAINING, "input_pipeline/device_cache.py", "config/cifar10_vit.yaml", "config/cifar10_vit_48.yaml"),
     "compare": (*TRAINING, "tools/compare.py", "config/cifar10_vit.yaml"),
     "cuda_graphs": ("runtime/cuda_graphs.py", "trainer.py", "optim.py"),
