@@ -30,7 +30,7 @@ from test_slurm import Job, needs_slurm, slurm, wait_for  # noqa: F401  (slurm: 
 
 FOLDER = ROOT / "launchers"
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-STEPS = 800  # more than pass until a signal has stopped the run, in each of four starts
+STEPS = 600  # more than pass until a signal has stopped the run, in each of four starts
 
 
 def documents(name):
@@ -231,7 +231,7 @@ def status(run):
 class Started:
     """Commands that train in the folder `run`, each in its environment; its end prints how it began and stopped."""
 
-    def __init__(self, name, run, *commands, envs=({},)):
+    def __init__(self, name, run, *commands, envs=({},), cwd=ROOT):
         self.name, self.run = name, run
         self.before, self.said_before = self.steps(), 0
         self.said_before = len(self.train_log())
@@ -239,7 +239,7 @@ class Started:
         base = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "SKYPILOT_", "RAY_"))}
         base |= {"OMP_NUM_THREADS": "1", "PATH": PATH}
         with open(self.log, "w") as log:
-            start = functools.partial(subprocess.Popen, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+            start = functools.partial(subprocess.Popen, cwd=cwd, stdout=log, stderr=log, start_new_session=True)
             pairs = zip(commands, envs, strict=True)
             self.processes = [start([*map(str, command)], env=base | env) for command, env in pairs]
 
@@ -342,7 +342,8 @@ def go_on_under_ray(run, arguments):
 def go_on_under_kubernetes(run, arguments):
     """A pod is evicted: SIGTERM to its first process. It must fail, or its job could count as complete.
 
-    The other's torchrun waits for it, up to 300 s; JobSet deletes that pod, as it starts all pods again.
+    The other's torchrun waits for it, up to 300 s and deaf to signals; JobSet deletes that pod, as it starts all pods
+    again, and the end of its grace period kills it.
     """
     started = kubernetes(run, arguments)
     staying, evicted = started.processes
@@ -351,7 +352,7 @@ def go_on_under_kubernetes(run, arguments):
         evicted.terminate()
         assert evicted.wait(120) != 0
         assert status(run)["state"] == "preempted"
-        staying.terminate()
+        staying.kill()
         started.wait()
     finally:
         started.kill()
@@ -369,6 +370,23 @@ def straight(image_folder, tmp_path_factory):
     done = run_command(arguments_of(image_folder, folder / "run"), nproc=2, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
+
+
+@pytest.mark.slow
+def test_skypilots_nodes_train_one_run(image_folder, tmp_path):
+    """Its `run` text twice on this machine, as on two nodes of one GPU."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").write_text(f'PATH="{PATH}"\n')
+    (tmp_path / "train_ddp.py").symlink_to(ROOT / "train_ddp.py")
+    run = tmp_path / "run"
+    given = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
+    given |= {"TRAIN": shlex.join(arguments_of(image_folder, run, "num_train_steps=6")), "PYTHONPATH": str(ROOT)}
+    envs = [given | {"SKYPILOT_NODE_RANK": str(node)} for node in range(2)]
+    text = SKYPILOT["run"].replace("29400", free_port())
+    started = Started("skypilot", run, *[["bash", "-c", text]] * 2, envs=envs, cwd=tmp_path)
+    assert started.wait() == [0, 0], started.text()
+    assert len(re.findall("2 processes on", started.text())) == 1
+    assert sorted(read_metrics(run)) == list(range(1, 7))
 
 
 @pytest.mark.slow
