@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -288,8 +289,16 @@ class Started:
             os.kill(rank, signal.SIGKILL)
 
 
-def ray(run, arguments):
-    return Started("ray", run, [sys.executable, FOLDER / "ray_train.py", 2, *arguments])
+@pytest.fixture
+def ray_home():
+    """Variables with which Ray leaves nothing behind; a short path, because its sockets are there."""
+    pytest.importorskip("ray")
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield {"RAY_TMPDIR": folder, "HOME": folder}
+
+
+def ray(run, arguments, env):
+    return Started("ray", run, [sys.executable, FOLDER / "ray_train.py", 2, *arguments], envs=[env])
 
 
 def kubernetes(run, arguments):
@@ -316,9 +325,9 @@ def start_under_slurm(slurm_env, run, arguments):
     job.wait()
 
 
-def go_on_under_ray(run, arguments):
+def go_on_under_ray(run, arguments, env):
     """A worker and its rank are killed as by the loss of a machine; SIGTERM to the launcher stops the second start."""
-    started = ray(run, arguments)
+    started = ray(run, arguments, env)
     try:
         started.wait_for_steps(60)
         at, first = started.steps(), ranks_of(run)
@@ -390,13 +399,12 @@ def test_skypilots_nodes_train_one_run(image_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mistake_under_ray_is_one_line_and_starts_nothing_again(tmp_path):
-    pytest.importorskip("ray")
+def test_a_mistake_under_ray_is_one_line_and_starts_nothing_again(tmp_path, ray_home):
     command = [FOLDER / "ray_train.py", 2, "train_ddp.py", "optimzer.lr=1", f"output_dir={tmp_path / 'run'}"]
-    done = run_command(command, timeout=400)
+    done = run_command(command, timeout=400, env=ray_home)
     assert done.returncode == 2, done.stderr
     assert (done.stdout + done.stderr).count("error: unknown key optimzer.lr: did you mean optimizer.lr?") == 1
-    done = run_command([FOLDER / "ray_train.py", "train_ddp.py"], timeout=400)
+    done = run_command([FOLDER / "ray_train.py", "train_ddp.py"], env=ray_home)
     assert done.returncode == 2
     assert done.stderr.startswith("error: give ranks and a script")
 
@@ -419,7 +427,7 @@ def test_one_run_goes_from_launcher_to_launcher(first, straight, image_folder, t
         start_under_slurm(request.getfixturevalue("slurm"), run, arguments)
         stopped()
     if importlib.util.find_spec("ray"):
-        go_on_under_ray(run, arguments)
+        go_on_under_ray(run, arguments, request.getfixturevalue("ray_home"))
         stopped()
     go_on_under_kubernetes(run, arguments)
     stopped()
