@@ -47,6 +47,7 @@ import torch
 from torch.distributed import TCPStore
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import trainer
 from benchmark import provenance
@@ -152,17 +153,19 @@ class Forked:
 def as_node(folder: Path, port: int, script: str, overrides: list[str]) -> None:
     """A torchrun of one rank."""
     os.setsid()
-    log = os.open(folder / "log.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    sys.stdout = sys.stderr = open(folder / "log.txt", "a", buffering=1)  # noqa: SIM115
+    os.dup2(sys.stdout.fileno(), 1)
+    os.dup2(sys.stdout.fileno(), 2)
     os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 
     def popen(_handler: Any, _args: Any, environment: dict[str, str]) -> Any:
         return Forked(lambda: as_rank(folder, script, overrides, environment))
 
-    subprocess_handler.SubprocessHandler._popen = popen  # pyright: ignore[reportAttributeAccessIssue]
+    subprocess_handler.SubprocessHandler._popen = popen
+    # For a log of events that nobody keeps, torch looks up its caller in all modules that are there: seconds each time.
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""
     # torchrun's own values are 30 s of waiting for more nodes and 15 s until a node counts as dead.
-    patience = "is_host=false,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4"
+    patience = "is_host=false,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=6"
     torchrun.main(
         [
             *("--nnodes", f"1:{NODES}", "--nproc-per-node", "1", "--max-restarts", "10000"),
