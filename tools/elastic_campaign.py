@@ -161,7 +161,7 @@ def as_node(folder: Path, port: int, script: str, overrides: list[str]) -> None:
     def popen(_handler: Any, _args: Any, environment: dict[str, str]) -> Any:
         return Forked(lambda: as_rank(folder, script, overrides, environment))
 
-    subprocess_handler.SubprocessHandler._popen = popen
+    subprocess_handler.SubprocessHandler._popen = popen  # type: ignore[method-assign]
     # For a log of events that nobody keeps, torch looks up its caller in all modules that are there: seconds each time.
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
     # torchrun's own values are 30 s of waiting for more nodes and 15 s until a node counts as dead.
