@@ -53,13 +53,19 @@ from runtime.parameter_names import timm_name
 from runtime.run_folder import set_status
 from runtime.session import Session
 from runtime.tensors import chunks_of, describe, local_slice, to_local
-from schema import Config, ConfigError, EmaConfig, RunError, RunSizes, to_plain
+from schema import LATER_OPTIONS, Config, ConfigError, EmaConfig, RunError, RunSizes, to_plain
 
 logger = logging.getLogger(__name__)
 # Options of the model that change no weight and no logit in evaluation: a resumed run may change them.
 FREE_OPTIONS = {f"{where}drop_rate" for where in ("", "pos_", "patch_", "proj_", "attn_")}
-FREE_OPTIONS |= {"drop_path_rate", "drop_path_schedule", "init_head_bias", "implementation", "transformer_engine"}
-NEWER_OPTIONS = {"distilled": False}  # that older checkpoints do not name, and what their models have
+FREE_OPTIONS |= {
+    "dynamic_img_size",
+    "drop_path_rate",
+    "drop_path_schedule",
+    "init_head_bias",
+    "implementation",
+    "transformer_engine",
+}
 SLOWEST_DISK = 20e6  # bytes a second: a save that shows no sign of life for longer hangs
 # What of the config final_model's README.md tells, besides what state.json has for a resume.
 RECIPE = ("optimizer", "lr_scheduler", "max_grad_norm", "loss", "distillation", "ema", "precision")
@@ -308,10 +314,10 @@ def _check_same(
 ) -> None:
     """Refuse a checkpoint by the name of the first difference. DCP alone would ignore keys that the model lacks."""
     advice = "use that config, another output_dir, or checkpoint.resume_from_checkpoint=false"
+    options = LATER_OPTIONS | saved["model"]
     for key, value in to_plain(cfg)["model"].items():
-        then = saved["model"].get(key, NEWER_OPTIONS.get(key))
-        if key not in FREE_OPTIONS and then != value:
-            raise ConfigError(f"{name} was written with model.{key}={then}, not {value}: {advice}")
+        if key not in FREE_OPTIONS and options.get(key) != value:
+            raise ConfigError(f"{name} was written with model.{key}={options.get(key)}, not {value}: {advice}")
     if saved["classes"] != list(sizes.classes):
         raise ConfigError(f"{name} was written with another list of classes than data.path={cfg.data.path}: {advice}")
     if saved["optimizer"] != cfg.optimizer.name:

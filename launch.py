@@ -200,6 +200,7 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
             if lacks:
                 value = lacks if isinstance(lacks, str) else "true"
                 raise ConfigError(f"cuda_graphs=true records no {key}={value}: set one of them to false")
+        _refuse_later_options(cfg, "with cuda_graphs=true: not seen to work there; set cuda_graphs=false")
         if not torch.cuda.is_available():
             raise ConfigError("cuda_graphs=true needs a CUDA GPU: set it to false here")
     axes = cfg.distributed
@@ -230,6 +231,7 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
                     f"model.{key}={getattr(cfg.model, key)}: Megatron-FSDP keeps what is not trained in BF16 alone, "
                     "and checkpoints would lose the rest; use train_fsdp2.py"
                 )
+        _refuse_later_options(cfg, "in train_mfsdp.py: not seen to work there; use train_fsdp2.py")
         if outer > 1 and shard == 1 and (microbatches := split_batch(cfg, world_size).accumulation) > 1:
             # Reported in Megatron-LM#6660, repaired by #6773, which 0.6.1 does not have. One rank in all is fine
             # (tests/test_gpu.py). To be lifted once gradients with replicas were seen to equal DDP's on GPUs.
@@ -249,6 +251,18 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
             raise ConfigError(
                 f"precision={cfg.precision}: train_mfsdp.py computes in bf16; use train_fsdp2.py for fp32"
             )
+    from packaging.version import Version
+
+    if cfg.model.is_eva and Version(version := importlib.metadata.version("timm")) < Version("1.0.31"):
+        key = "attn_type" if cfg.model.rope_type is None else "rope_type"
+        raise ConfigError(
+            f"model.{key}={getattr(cfg.model, key)} needs timm 1.0.31 or newer, this is {version}: pip install -U timm"
+        )
+    if script == "train_fsdp2" and cfg.model.rope_type == "mixed" and cfg.precision != "fp32":
+        raise ConfigError(
+            f"model.rope_type=mixed with precision={cfg.precision}: FSDP2 would round its trained frequencies to BF16; "
+            "use train_ddp.py, or set precision=fp32"
+        )
     if script == "train_fsdp2" and cfg.fsdp2.cpu_offload and not torch.cuda.is_available():
         raise ConfigError("fsdp2.cpu_offload=true needs a CUDA GPU: without one everything is in host memory already")
 
@@ -261,6 +275,17 @@ def ranks_to_use(cfg: Config, script: str, world_size: int) -> int:
             split_batch(cfg, ranks)
             return ranks
     return world_size  # what is wrong has nothing to do with their number
+
+
+def _refuse_later_options(cfg: Config, where: str) -> None:
+    """Refuse a model with one of `schema.LATER_OPTIONS`.
+
+    Raises:
+        ConfigError: naming the option; `where` says what refuses it, and the fix.
+    """
+    for key in cfg.model.later_options():
+        value = json.dumps(getattr(cfg.model, key)).strip('"')
+        raise ConfigError(f"model.{key}={value} {where}")
 
 
 def _check_tensor_parallel(cfg: Config, script: str) -> None:
@@ -277,12 +302,12 @@ def _check_tensor_parallel(cfg: Config, script: str) -> None:
         raise ConfigError(f"{key}: {script}.py does not cut matrices; set it to null or use train_fsdp2.py")
     if model.implementation != "ours":
         raise ConfigError(f"{key} with model.implementation={model.implementation}: use ours")
-    for given, is_on, fix in (
-        ("model.distilled=true", model.distilled, "model.distilled=false"),
-        (f"distillation.kind={cfg.distillation.kind}", cfg.distillation.kind != "none", "distillation.kind=none"),
-    ):
-        if is_on:
-            raise ConfigError(f"{given} with {key}: not seen to work; set {fix}, or distributed.tp=null")
+    _refuse_later_options(cfg, f"with {key}, which does not cut such blocks: set distributed.tp=null")
+    if cfg.distillation.kind != "none":
+        raise ConfigError(
+            f"distillation.kind={cfg.distillation.kind} with {key}: not seen to work; set distillation.kind=none, or "
+            "distributed.tp=null"
+        )
     hidden, multiple = int(model.embed_dim * model.mlp_ratio), 16 if cfg.fp8_config.enabled else 1
     fits = [
         n

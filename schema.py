@@ -9,6 +9,7 @@ import fnmatch
 import json
 import math
 import re
+from collections.abc import Mapping
 from fractions import Fraction as ExactFraction
 from typing import Annotated, Any, Literal
 
@@ -54,6 +55,40 @@ def pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
 
+# Options that came later than the others -> the value that leaves a model as it was before them. Of older checkpoints
+# these are the values. TransformerEngine's blocks, tensor parallelism and others' models have none of them.
+LATER_OPTIONS: dict[str, Any] = {
+    "mlp_layer": "mlp",
+    "swiglu_align_to": 0,
+    "scale_mlp_norm": False,
+    "scale_attn_norm": False,
+    "attn_type": "rope",
+    "qkv_fused": True,
+    "num_kv_heads": None,
+    "attn_only_layer_scale": False,
+    "final_norm": True,
+    "dynamic_img_size": False,
+    "rope_type": None,
+    "rope_temperature": 100.0,
+    "rope_rotate_half": False,
+    "rope_grid_indexing": "ij",
+    "rope_grid_offset": 0.0,
+    "ref_feat_shape": None,
+    "attn_pool_num_heads": None,
+    "attn_pool_mlp_ratio": None,
+    "norm_layer": "layernorm",
+    "distilled": False,
+}
+EVA_ONLY = ("qkv_fused", "num_kv_heads", "attn_only_layer_scale", "swiglu_align_to")
+EVA_ONLY += ("attn_pool_num_heads", "attn_pool_mlp_ratio")
+ROPE_ONLY = ("rope_temperature", "rope_rotate_half", "rope_grid_indexing", "rope_grid_offset", "ref_feat_shape")
+
+
+def _text(value: Any) -> str:
+    """A value as a command line has it."""
+    return json.dumps(value).strip('"')
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
     """The arguments of `vit.VisionTransformer`, under timm's names."""
@@ -75,15 +110,31 @@ class ModelConfig:
     num_heads: PositiveInt
     """Attention heads of a block; divides embed_dim."""
     mlp_ratio: PositiveFloat
-    """Width of the MLP's hidden layer over embed_dim."""
+    """Width of the MLP's hidden layer over embed_dim; of glu without rope_type both halves, as in timm."""
+    mlp_layer: Literal["mlp", "glu", "swiglu"]
+    """mlp | glu (gated; gate and value in one matrix) | swiglu (in two, with rope_type). The gate's act_layer: silu."""
+    swiglu_align_to: NonNegativeInt
+    """swiglu: the hidden width is rounded up to a multiple of it; 0 = as it is."""
+    scale_mlp_norm: bool
+    """A norm inside the MLP, before its last matrix."""
+    scale_attn_norm: bool
+    """A norm inside the attention, before its output projection."""
+    attn_type: Literal["rope", "eva"]
+    """rope (timm's Attention, or AttentionRope with rope_type) | eva (timm's EvaAttention: keys without a bias)."""
     qkv_bias: bool
     """Biases of the projections to queries, keys and values."""
+    qkv_fused: bool
+    """One matrix for queries, keys and values; false = three (with rope_type)."""
+    num_kv_heads: PositiveInt | tuple[PositiveInt, ...] | None
+    """Heads of keys and values, one number or one a block, with qkv_fused false; null = num_heads."""
     proj_bias: bool
     """Biases of the attention's output projection and of the MLP."""
     qk_norm: bool
     """Normalise queries and keys."""
     init_values: PositiveFloat | None
     """First value of LayerScale; null = no LayerScale."""
+    attn_only_layer_scale: bool
+    """LayerScale after the attention alone (with rope_type)."""
     class_token: bool
     """A class token before the patch tokens."""
     no_embed_class: bool
@@ -95,6 +146,8 @@ class ModelConfig:
     both heads."""
     pre_norm: bool
     """A norm after the embeddings (as CLIP does)."""
+    final_norm: bool
+    """A norm after the blocks, or after the pooling, as fc_norm says; false = none."""
     fc_norm: bool | None
     """A norm after the pooling instead of before; null = with global_pool avg only."""
     drop_rate: Rate
@@ -111,8 +164,27 @@ class ModelConfig:
     """Stochastic depth: probability that a block's branch is left out for an image."""
     drop_path_schedule: Literal["linear", "constant"]
     """Ours: linear (from 0 in the first block to drop_path_rate in the last) | constant."""
-    pos_embed: Literal["learn", "sincos"]
-    """learn | sincos (ours: sines and cosines of column and row, not trained)."""
+    pos_embed: Literal["learn", "sincos", "none"]
+    """learn | sincos (ours: sines and cosines of column and row, not trained) | none."""
+    dynamic_img_size: bool
+    """Take images of other sizes, too, multiples of patch_size: positions are resampled."""
+    rope_type: Literal["cat", "dinov3", "mixed"] | None
+    """Rotary positions, in blocks as timm's Eva has them: cat (EVA-02) | dinov3 | mixed (trained, a head and block);
+    null = none."""
+    rope_temperature: PositiveFloat
+    """Rotary positions: ratio of the longest to the shortest wavelength, about (DINOv3: 100, EVA-02: 10000)."""
+    rope_rotate_half: bool
+    """Rotary positions: pair channel i with i + half (DINOv3) instead of with its neighbour (EVA-02)."""
+    rope_grid_indexing: Literal["ij", "xy"]
+    """Rotary positions: ij (rows first) | xy."""
+    rope_grid_offset: float
+    """Rotary positions, cat and dinov3: is added to rows and columns."""
+    ref_feat_shape: Size | None
+    """Rotary positions, cat: rows and columns of patches that positions are scaled to; null = as they are."""
+    attn_pool_num_heads: PositiveInt | None
+    """Heads of the attention pooling, with rope_type; null = num_heads."""
+    attn_pool_mlp_ratio: PositiveFloat | None
+    """mlp_ratio of the attention pooling, with rope_type; null = mlp_ratio."""
     representation_size: PositiveInt | None
     """Ours: width of a hidden tanh layer in the head, as in the ViT paper; null = none."""
     init_head_bias: float
@@ -121,8 +193,10 @@ class ModelConfig:
     """Ours: what is not trained: backbone (a linear probe) | patch_embed; null = nothing."""
     act_layer: Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
     """Activation of the MLP: gelu | gelu_tanh | quick_gelu | relu | silu."""
+    norm_layer: Literal["layernorm", "rmsnorm"]
+    """layernorm | rmsnorm."""
     norm_eps: PositiveFloat
-    """Ours: eps of the norms; timm has no such argument (its ViTs use 1e-6)."""
+    """Ours: eps of the norms; timm has no such argument (its ViTs use 1e-6, those like CLIP and DINOv3 1e-5)."""
     fused_attn: bool
     """timm's TIMM_FUSED_ATTN. false = two products and a softmax, for torch.compile to fuse as it can: faster with 64
     or 144 tokens, which do not fill the fused kernel's tiles, slower with 65 or 197."""
@@ -146,6 +220,84 @@ class ModelConfig:
         kept = max(1, int(patches * (1 - self.patch_drop_rate))) if self.patch_drop_rate else patches
         return self.num_prefix_tokens() + kept
 
+    @property
+    def is_eva(self) -> bool:
+        """Blocks, names and first weights are those of timm's Eva, not of its VisionTransformer."""
+        return self.rope_type is not None or self.attn_type == "eva"
+
+    def norms_after_pooling(self) -> bool:
+        """The last norm, if there is one, is after the pooling."""
+        return self.global_pool == "avg" if self.fc_norm is None else self.fc_norm
+
+    def kv_heads(self) -> tuple[int, ...]:
+        """Heads of keys and values, of each block."""
+        heads = self.num_kv_heads or self.num_heads
+        return (heads,) * self.depth if isinstance(heads, int) else heads
+
+    def mlp_weights(self) -> int:
+        """Weights of the matrices of an MLP."""
+        hidden = int(self.embed_dim * self.mlp_ratio)
+        if self.mlp_layer == "mlp":
+            return 2 * self.embed_dim * hidden
+        if self.swiglu_align_to:
+            hidden += -hidden % self.swiglu_align_to
+        return self.embed_dim * (3 * hidden if self.is_eva else hidden + hidden // 2)
+
+    def later_options(self) -> dict[str, Any]:
+        """Those of `LATER_OPTIONS` that this model has, and positions of no kind; key -> the value to be without."""
+        found = {key: plain for key, plain in LATER_OPTIONS.items() if getattr(self, key) != plain}
+        return found | ({"pos_embed": "learn"} if self.pos_embed == "none" else {})
+
+    def _check_later_options(self) -> None:
+        """Refuse, by name, what timm's VisionTransformer or its Eva has no place for."""
+        if not self.is_eva:
+            for key in EVA_ONLY:
+                if getattr(self, key) != (plain := LATER_OPTIONS[key]):
+                    raise ConfigError(
+                        f"model.{key}={_text(getattr(self, key))} is of timm's Eva: give model.rope_type, or set "
+                        f"model.{key}={_text(plain)}"
+                    )
+        gated = self.mlp_layer != "mlp"
+        wants: list[tuple[bool, str, str, str]] = [
+            (gated and self.act_layer != "silu", "act_layer", f"with model.mlp_layer={self.mlp_layer}", "silu"),
+            (self.mlp_layer == "swiglu" and not self.is_eva, "mlp_layer", "without model.rope_type", "glu"),
+            (not self.final_norm and self.fc_norm is True, "fc_norm", "with model.final_norm=false", "null"),
+        ]
+        if self.is_eva:
+            blocks = "in timm's Eva (model.rope_type, model.attn_type=eva)"
+            two = self.scale_mlp_norm or self.swiglu_align_to > 0  # timm's rule for one matrix or two
+            wants += [
+                (not self.proj_bias, "proj_bias", blocks, "true"),
+                (not gated and self.act_layer != "gelu", "act_layer", blocks, "gelu"),
+                (self.mlp_layer == "glu" and two, "mlp_layer", f"{blocks} with its norm or alignment", "swiglu"),
+                (self.mlp_layer == "swiglu" and not two, "mlp_layer", f"{blocks}, not aligned", "glu"),
+                (not gated and self.swiglu_align_to > 0, "swiglu_align_to", "with model.mlp_layer=mlp", "0"),
+                (self.rope_type == "mixed" and self.rope_rotate_half, "rope_rotate_half", "with mixed", "false"),
+                (self.attn_type == "eva" and bool(self.num_kv_heads), "num_kv_heads", "with attn_type=eva", "null"),
+                (self.qkv_fused and bool(self.num_kv_heads), "qkv_fused", "with model.num_kv_heads", "false"),
+            ]
+        for is_refused, key, where, value in wants:
+            if is_refused:
+                raise ConfigError(f"model.{key}={_text(getattr(self, key))} {where}: set model.{key}={value}")
+        if self.mlp_layer == "glu" and not self.is_eva and int(self.embed_dim * self.mlp_ratio) % 2:
+            raise ConfigError(f"model.mlp_ratio={self.mlp_ratio} gives glu an odd width: use another")
+        if self.rope_type and (head := self.embed_dim // self.num_heads) % 4:
+            raise ConfigError(
+                f"model.rope_type={self.rope_type} with heads of {head} channels (model.embed_dim / model.num_heads): "
+                "use a multiple of 4"
+            )
+        kv_heads = self.kv_heads()
+        if len(kv_heads) != self.depth or any(self.num_heads % heads for heads in kv_heads):
+            raise ConfigError(
+                f"model.num_kv_heads={_text(self.num_kv_heads)}: give one number or model.depth={self.depth} of them, "
+                f"each a divisor of model.num_heads={self.num_heads}"
+            )
+        pool_heads = self.attn_pool_num_heads or self.num_heads
+        if self.embed_dim % pool_heads:
+            raise ConfigError(
+                f"model.attn_pool_num_heads={pool_heads} does not divide model.embed_dim={self.embed_dim}"
+            )
+
     def __post_init__(self) -> None:
         for side, patch in zip(pair(self.img_size), pair(self.patch_size), strict=True):
             if side % patch:
@@ -168,11 +320,12 @@ class ModelConfig:
             )
         if int(self.embed_dim * self.mlp_ratio) < 1:
             raise ConfigError(f"model.mlp_ratio={self.mlp_ratio} leaves the MLP no width: use a larger one")
+        self._check_later_options()
         for key, is_used in (
+            *((key, True) for key in self.later_options()),
             ("transformer_engine", self.transformer_engine),
             ("representation_size", self.representation_size is not None),
             ("drop_path_schedule", self.drop_path_schedule != "linear"),
-            ("distilled", self.distilled),
         ):
             if is_used and self.implementation != "ours":
                 raise ConfigError(
@@ -188,6 +341,9 @@ class ModelConfig:
             ("no_embed_class", not self.no_embed_class, "false", "timm's has positions for both"),
             ("fc_norm", not self.fc_norm, "null", "timm's has its norm before the heads"),
             ("representation_size", self.representation_size is None, "null", "its heads are linear"),
+            ("rope_type", self.rope_type is None, "null", "timm's Eva has no such token"),
+            ("attn_type", self.attn_type == "rope", "rope", "timm's Eva has no such token"),
+            ("final_norm", self.final_norm, "true", "not seen to work"),
             ("transformer_engine", not self.transformer_engine, "false", "not seen to work"),
         ):
             if not is_so:
@@ -885,11 +1041,8 @@ class Config:
                 f"loss.label_smoothing={self.loss.label_smoothing} lifts every class above "
                 f"loss.bce_target_thresh={self.loss.bce_target_thresh}: set loss.label_smoothing=0"
             )
-        if self.checkpoint.save_final_model and self.checkpoint.ckpt_dir and self.model.norm_eps != 1e-6:
-            raise ConfigError(
-                f"model.norm_eps={self.model.norm_eps} cannot be exported, timm's ViTs have 1e-6: "
-                "set checkpoint.save_final_model=false"
-            )
+        if self.checkpoint.save_final_model and self.checkpoint.ckpt_dir and not timm_architecture(vars(self.model)):
+            raise ConfigError(f"{no_architecture(vars(self.model))}: set checkpoint.save_final_model=false")
         if self.checkpoint.save_final_model and self.checkpoint.ckpt_dir and self.model.representation_size:
             raise ConfigError(
                 f"model.representation_size={self.model.representation_size} cannot be exported, timm's ViTs have a "
@@ -952,6 +1105,10 @@ class Config:
             (not self.model.fused_attn, "model.fused_attn=false", "true", "its attention is always fused"),
             (self.compile, "compile=true", "false", "torch.compile cannot see into its layers"),
             (self.precision != "bf16", f"precision={self.precision}", "bf16", "it computes in BF16"),
+            *(
+                (True, f"model.{key}={_text(getattr(self.model, key))}", _text(plain), "its blocks have no such thing")
+                for key, plain in self.model.later_options().items()
+            ),
         )
         is_not_so = [(given, f"{given.split('=')[0]}={wanted}", why) for is_off, given, wanted, why in wants if is_off]
         if is_not_so:
@@ -960,6 +1117,32 @@ class Config:
                 f"{asked_for}=true with {' '.join(given)} ({'; '.join(reasons)}): set {' '.join(fixes)}, or start from "
                 "--config-name vit_te_base_patch16_224"
             )
+
+
+def timm_architecture(model: Mapping[str, Any]) -> str | None:
+    """The model of timm's that has what no argument of timm's tells: the class, the norm, a gated MLP; None: none has.
+
+    Args:
+        model: of a config or a checkpoint, by key.
+    """
+    is_eva = model["rope_type"] is not None or model["attn_type"] == "eva"
+    norm, eps = model["norm_layer"], model["norm_eps"]
+    if model["distilled"]:
+        is_timms = (norm, eps, model["mlp_layer"]) == ("layernorm", 1e-6, "mlp")
+        return "deit_base_distilled_patch16_224" if is_timms else None
+    if is_eva:
+        known = {("layernorm", 1e-6): "eva02_base_patch14_224", ("layernorm", 1e-5): "vit_base_patch16_dinov3"}
+        return (known | {("rmsnorm", 1e-6): "vit_base_patch16_sapiens2"}).get((norm, eps))
+    if model["mlp_layer"] == "glu":
+        return "vit_giant_patch14_dinov2" if eps == 1e-6 else None
+    known = {("layernorm", 1e-6): "vit_base_patch16_224", ("layernorm", 1e-5): "vit_base_patch16_clip_224"}
+    return (known | {("rmsnorm", 1e-6): "vit_base_patch16_224"}).get((norm, eps))
+
+
+def no_architecture(model: Mapping[str, Any]) -> str:
+    """Why there is none, in words."""
+    also = " with norm_layer=layernorm and mlp_layer other than glu, 1e-5"
+    return f"model.norm_eps={model['norm_eps']} cannot be exported, timm's ViTs have 1e-6 or,{also}"
 
 
 def fp8_layers(cfg: ModelConfig, patterns: tuple[str, ...] | None) -> frozenset[str]:
@@ -1039,6 +1222,22 @@ def idle_keys(cfg: Config, script: str) -> dict[str, tuple[str, str]]:
     if not cfg.model.class_token and not cfg.model.reg_tokens:
         why = "with model.class_token=false and model.reg_tokens=0"
         idle("model", "no_embed_class", why, "set model.class_token=true")
+    model = cfg.model
+    if model.rope_type is None:
+        idle("model", " ".join(ROPE_ONLY), "with model.rope_type=null", "give model.rope_type")
+    if model.rope_type != "cat":
+        idle("model", "ref_feat_shape", f"with model.rope_type={model.rope_type}", "use model.rope_type=cat")
+    if model.rope_type == "mixed":
+        idle("model", "rope_grid_offset", "with model.rope_type=mixed", "use model.rope_type=cat")
+    if model.global_pool != "map":
+        pool = "attn_pool_num_heads attn_pool_mlp_ratio"
+        idle("model", pool, f"with model.global_pool={model.global_pool}", "use model.global_pool=map")
+    if model.pos_embed == "none":
+        idle("model", "no_embed_class", "with model.pos_embed=none", "set model.pos_embed=learn")
+    if model.mlp_layer != "swiglu":
+        idle("model", "swiglu_align_to", f"with model.mlp_layer={model.mlp_layer}", "use model.mlp_layer=swiglu")
+    if model.attn_type == "rope" and model.init_values is None:
+        idle("model", "attn_only_layer_scale", "with model.init_values=null", "give model.init_values a value")
     if cfg.model.freeze == "backbone":
         idle("optimizer", "layer_decay", "with model.freeze=backbone", "set model.freeze=null")
 

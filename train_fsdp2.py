@@ -46,7 +46,9 @@ def main(cfg: Config) -> dict[str, float]:
         options = {
             "mesh": mesh["dp_outer", "dp_shard"] if outer > 1 else mesh["dp_shard"],
             "reshard_after_forward": cfg.fsdp2.reshard_after_forward,
-            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # compute in BF16, average in FP32
+            # Compute in BF16, average in FP32. What a block gets stays as it is: the model sees to the images, and
+            # rotary positions are FP32.
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
             if cfg.precision == "bf16"
             else MixedPrecisionPolicy(),
             "offload_policy": CPUOffloadPolicy() if cfg.fsdp2.cpu_offload else OffloadPolicy(),

@@ -1,27 +1,35 @@
 """The Vision Transformer: timm's, by names and by numbers.
 
-Parameters carry the names of `timm.models.vision_transformer.VisionTransformer`, so that weights travel both ways, and
-logits and gradients equal timm's. vit_te.py has the same model on TransformerEngine's layers, modeling.py chooses.
-Shapes in the comments: `B` images, `C Y X` channels, height and width, `N` tokens, `D` width.
+Parameters carry the names of `timm.models.vision_transformer.VisionTransformer`, or, with rotary positions, those of
+`timm.models.eva.Eva`, so that weights travel both ways, and logits and gradients equal timm's. vit_te.py has the same
+model on TransformerEngine's layers, modeling.py chooses.
+Shapes in the comments: `B` images, `C Y X` channels, height and width, `N` tokens, `D` width, `K` width of a head.
 """
 
 import collections
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from timm.layers import (
     Attention,
     AttentionPoolLatent,
+    GluMlp,
     Mlp,
     PatchDropout,
+    PatchDropoutWithIndices,
     PatchEmbed,
+    apply_keep_indices_nlc,
+    create_rope_embed,
     get_act_layer,
+    resample_abs_pos_embed,
 )
 from timm.layers import LayerScale as TimmLayerScale
+from timm.layers.pos_embed_sincos import init_random_2d_freqs
+from timm.models.eva import EvaBlock as TimmEvaBlock
 from torch import nn
 
 from runtime import seeding
@@ -68,9 +76,10 @@ class AttentionPool(AttentionPoolLatent):
 
 
 def norm_layer(cfg: ModelConfig) -> type[nn.LayerNorm]:
-    """LayerNorm with the model's epsilon; call it with the width."""
+    """The norm with the model's epsilon; call it with the width."""
+    layer = nn.RMSNorm if cfg.norm_layer == "rmsnorm" else nn.LayerNorm
     # A partial, as timm's own models pass it to its layers, whose annotations ask for a class.
-    return cast(type[nn.LayerNorm], functools.partial(nn.LayerNorm, eps=cfg.norm_eps))
+    return cast(type[nn.LayerNorm], functools.partial(layer, eps=cfg.norm_eps))
 
 
 def act_layer(cfg: ModelConfig) -> type[nn.Module]:
@@ -96,6 +105,7 @@ class Block(nn.Module):
             num_heads=cfg.num_heads,
             qkv_bias=cfg.qkv_bias,
             qk_norm=cfg.qk_norm,
+            scale_norm=cfg.scale_attn_norm,
             proj_bias=cfg.proj_bias,
             attn_drop=cfg.attn_drop_rate,
             proj_drop=cfg.proj_drop_rate,
@@ -103,10 +113,12 @@ class Block(nn.Module):
         )
         self.ls1 = scale()
         self.norm2 = norm(cfg.embed_dim)
-        self.mlp = Mlp(
+        mlp = functools.partial(GluMlp, gate_last=False) if cfg.mlp_layer == "glu" else Mlp
+        self.mlp = mlp(
             cfg.embed_dim,
             int(cfg.embed_dim * cfg.mlp_ratio),
             act_layer=act_layer(cfg),
+            norm_layer=norm if cfg.scale_mlp_norm else None,
             bias=cfg.proj_bias,
             drop=cfg.proj_drop_rate,
         )
@@ -116,6 +128,48 @@ class Block(nn.Module):
         """(B, N, D) -> (B, N, D); `keep` (2, B, 1, 1) as in `VisionTransformer.drop_path`."""
         x = x + scaled(self.ls1(self.attn(self.norm1(x))), keep, 0)
         return x + scaled(self.ls2(self.mlp(self.norm2(x))), keep, 1)
+
+
+class EvaBlock(TimmEvaBlock):
+    """`Block` as timm's Eva has it: rotary positions, the kinds of attention and MLP that go with them, its names."""
+
+    def __init__(self, cfg: ModelConfig, num_kv_heads: int) -> None:
+        super().__init__(
+            cfg.embed_dim,
+            cfg.num_heads,
+            qkv_bias=cfg.qkv_bias,
+            qkv_fused=cfg.qkv_fused,
+            mlp_ratio=cfg.mlp_ratio,
+            swiglu_mlp=cfg.mlp_layer != "mlp",
+            swiglu_align_to=cfg.swiglu_align_to,
+            scale_mlp=cfg.scale_mlp_norm,
+            scale_attn_inner=cfg.scale_attn_norm,
+            num_prefix_tokens=cfg.class_token + cfg.reg_tokens,
+            attn_type=cfg.attn_type,
+            rotate_half=cfg.rope_rotate_half,
+            qk_norm=cfg.qk_norm,
+            num_kv_heads=num_kv_heads,
+            proj_drop=cfg.proj_drop_rate,
+            attn_drop=cfg.attn_drop_rate,
+            init_values=cfg.init_values,
+            attn_only_layer_scale=cfg.attn_only_layer_scale,
+            norm_layer=norm_layer(cfg),
+        )
+        # timm's other way to add EvaAttention's biases: the keys' zeros are a buffer, which FSDP2 leaves in FP32, and
+        # a linear layer in BF16 takes no FP32 biases.
+        cast(Any, self.attn).qkv_bias_separate = True
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  (timm's has masks instead of `keep`)
+        self, x: torch.Tensor, keep: torch.Tensor | None = None, rope: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(B, N, D) -> (B, N, D); `keep` as `Block` has it, `rope` of `VisionTransformer.rotary`."""
+        x = x + scaled(times(self.attn(self.norm1(x), rope=rope), self.gamma_1), keep, 0)
+        return x + scaled(times(self.mlp(self.norm2(x)), self.gamma_2), keep, 1)
+
+
+def times(x: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
+    """`x` (B, N, D) times the LayerScale `gain`, in x's dtype, as `LayerScale` has it."""
+    return x if gain is None else x * gain.type_as(x)
 
 
 def scaled(x: torch.Tensor, keep: torch.Tensor | None, branch: int) -> torch.Tensor:
@@ -148,7 +202,7 @@ class TrainableModel(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Timm's names of the tensors of two or more dimensions that are not weights of a matrix product."""
-        tokens = {"pos_embed", "cls_token", "dist_token", "reg_token", "attn_pool.latent"}
+        tokens = {"pos_embed", "cls_token", "dist_token", "reg_token", "attn_pool.latent", "rope.freqs"}
         return tokens & {timm_name(name) for name, _ in self.named_parameters()}
 
     @torch.no_grad()
@@ -168,20 +222,26 @@ class TrainableModel(nn.Module):
                 _initialize(module, [(name, whole)], generator)
                 if full_name == "head.bias":
                     whole.fill_(self.cfg.init_head_bias)
+                _initialize_by_place(self.cfg, full_name, whole, generator)
                 to_local(parameter).copy_(local_slice(whole, parameter))
+            if hasattr(module, "init_non_persistent_buffers"):  # timm's name; in no checkpoint
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(device or buffer.device))  # where a block computes, not its weights
+                cast(Any, module).init_non_persistent_buffers()
 
     def flops_per_image(self) -> float:
         """Floating-point operations of one image's forward pass: matrix products and attention, 2 a multiply-add."""
         cfg = self.cfg
         patches = math.prod(cfg.grid_size())
-        tokens, hidden = cfg.num_tokens(), int(cfg.embed_dim * cfg.mlp_ratio)
-        block = tokens * cfg.embed_dim * (4 * cfg.embed_dim + 2 * hidden) + 2 * tokens**2 * cfg.embed_dim
+        tokens = cfg.num_tokens()
+        attention = cfg.embed_dim**2 * sum(2 + 2 * heads / cfg.num_heads for heads in cfg.kv_heads())
+        blocks = tokens * (attention + cfg.depth * (cfg.mlp_weights() + 2 * tokens * cfg.embed_dim))
         embed = patches * cfg.embed_dim * cfg.in_chans * math.prod(pair(cfg.patch_size))
         pool = 2 * tokens * cfg.embed_dim**2 if cfg.global_pool == "map" else 0
         hidden = cfg.representation_size
         head = (cfg.embed_dim + cfg.num_classes) * hidden if hidden else cfg.embed_dim * cfg.num_classes
         head *= 1 + cfg.distilled
-        return 2.0 * (embed + cfg.depth * block + pool + head)
+        return 2.0 * (embed + blocks + pool + head)
 
 
 class VisionTransformer(TrainableModel):
@@ -195,7 +255,7 @@ class VisionTransformer(TrainableModel):
         self.cfg = cfg
         self.scaling = {}  # vit_te.py fills it
         width, norm = cfg.embed_dim, norm_layer(cfg)
-        use_fc_norm = cfg.global_pool == "avg" if cfg.fc_norm is None else cfg.fc_norm
+        use_fc_norm = cfg.norms_after_pooling()
 
         self.num_prefix_tokens = cfg.num_prefix_tokens()
         self.patch_embed = PatchEmbed(
@@ -204,6 +264,7 @@ class VisionTransformer(TrainableModel):
             cfg.in_chans,
             width,
             bias=not cfg.pre_norm,
+            strict_img_size=not cfg.dynamic_img_size,
         )
         patch = pair(cfg.patch_size)
         self.patch_embed.proj = PatchProjection(cfg.in_chans, width, patch, stride=patch, bias=not cfg.pre_norm)
@@ -212,28 +273,36 @@ class VisionTransformer(TrainableModel):
         self.dist_token = nn.Parameter(torch.empty(1, 1, width)) if cfg.distilled else None
         self.reg_token = nn.Parameter(torch.empty(1, cfg.reg_tokens, width)) if cfg.reg_tokens else None
         is_learned = cfg.pos_embed == "learn"
-        self.pos_embed = nn.Parameter(torch.empty(1, num_embeddings, width), requires_grad=is_learned)
+        self.pos_embed = (
+            None
+            if cfg.pos_embed == "none"
+            else nn.Parameter(torch.empty(1, num_embeddings, width), requires_grad=is_learned)
+        )
         self.pos_drop = nn.Dropout(cfg.pos_drop_rate)
+        patch_drop = PatchDropoutWithIndices if cfg.rope_type else PatchDropout
         self.patch_drop = (
-            PatchDropout(cfg.patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
+            patch_drop(cfg.patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
             if cfg.patch_drop_rate
             else nn.Identity()
         )
+        self.rope = rotary_embedding(cfg) if cfg.rope_type == "mixed" else None
+        self.register_buffer("rope_table", None, persistent=False)
         self.norm_pre = norm(width) if cfg.pre_norm else nn.Identity()
-        self.blocks = nn.Sequential(*(block(cfg) for _ in range(cfg.depth)))
-        self.norm = nn.Identity() if use_fc_norm else norm(width)
+        eva_blocks = (EvaBlock(cfg, heads) for heads in cfg.kv_heads())
+        self.blocks = nn.Sequential(*(eva_blocks if cfg.is_eva else (block(cfg) for _ in range(cfg.depth))))
+        self.norm = norm(width) if cfg.final_norm and not use_fc_norm else nn.Identity()
         self.attn_pool = (
             AttentionPool(
                 width,
-                num_heads=cfg.num_heads,
-                mlp_ratio=cfg.mlp_ratio,
+                num_heads=cfg.attn_pool_num_heads or cfg.num_heads,
+                mlp_ratio=cfg.attn_pool_mlp_ratio or cfg.mlp_ratio,
                 norm_layer=norm,
-                act_layer=act_layer(cfg),
+                act_layer=nn.GELU if cfg.is_eva else act_layer(cfg),
             )
             if cfg.global_pool == "map"
             else None
         )
-        self.fc_norm = norm(width) if use_fc_norm else nn.Identity()
+        self.fc_norm = norm(width) if cfg.final_norm and use_fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(cfg.drop_rate)
         size = cfg.representation_size
         layers = {"fc": LecunLinear(width, size), "act": nn.Tanh()} if size else {}
@@ -242,6 +311,13 @@ class VisionTransformer(TrainableModel):
         self.head_dist = nn.Linear(width, cfg.num_classes) if cfg.distilled else None
         set_fused_attn(self, cfg)
         freeze(self, cfg)
+        self.init_non_persistent_buffers()
+
+    def init_non_persistent_buffers(self) -> None:
+        """The table of rotary positions, on the model's device: in FP32, which a cast to BF16 would spoil."""
+        if self.cfg.rope_type and self.rope is None:
+            device = (self.head.weight if self.rope_table is None else self.rope_table).device
+            self.rope_table = rotary_table(self.cfg, self.cfg.grid_size()).to(device)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """(B, C, Y, X) -> (B, num_classes).
@@ -255,12 +331,15 @@ class VisionTransformer(TrainableModel):
                 the first and uses them again in the others. None: quantize. Nothing else depends on it.
         """
         x = x.to(self.patch_embed.proj.weight.dtype)  # BF16 where a strategy keeps BF16 copies instead of autocast
+        rows, columns = (side // patch for side, patch in zip(x.shape[2:], pair(self.cfg.patch_size), strict=True))
         x = self.patch_embed(x)  # B C Y X -> B N D
-        x = self.patch_drop(self.pos_drop(self._add_tokens(x)))
+        x = self.pos_drop(self._add_tokens(x, (rows, columns)))
+        x, ropes = self._drop_patches(x, self.rotary((rows, columns)))
         x = self.norm_pre(x).to(x.dtype)  # autocast norms in FP32, and an FP32 stream would stay one
         drops = self.training and self.cfg.drop_path_rate > 0
         keeps = self.drop_path(len(x), x.device) if drops else [None] * len(self.blocks)
-        x = self.run_blocks(x, keeps, is_first_microbatch)
+        extras = ((keep,) for keep in keeps) if ropes is None else zip(keeps, ropes, strict=True)
+        x = self.run_blocks(x, extras, is_first_microbatch)
         x = self.norm(x)
         if self.head_dist is not None:
             return self._both_heads(x, self.head_dist)
@@ -273,12 +352,37 @@ class VisionTransformer(TrainableModel):
         return torch.stack([of_class, of_teacher]) if self.training else (of_class + of_teacher) / 2
 
     def run_blocks(
-        self, x: torch.Tensor, keeps: Iterable[torch.Tensor | None], is_first_microbatch: bool | None
+        self, x: torch.Tensor, extras: Iterable[tuple[torch.Tensor | None, ...]], is_first_microbatch: bool | None
     ) -> torch.Tensor:
-        """(B, N, D) -> (B, N, D); `keeps` are `drop_path`'s rows, or None for each block."""
-        for block, keep in zip(self.blocks, keeps, strict=True):
-            x = block(x, keep)
+        """(B, N, D) -> (B, N, D); `extras` of each block: its row of `drop_path`, or None, and rotary positions."""
+        for block, extra in zip(self.blocks, extras, strict=True):
+            x = block(x, *extra)
         return x
+
+    def rotary(self, grid: tuple[int, int]) -> torch.Tensor | None:
+        """Sines and cosines of rotary positions, FP32: (N, 2K), or, if trained, (depth, heads, N, 2K); None: none.
+
+        Args:
+            grid: rows and columns of patches.
+        """
+        if self.rope is not None:
+            return cast(Any, self.rope).get_embed(list(grid))
+        if self.rope_table is None or grid == self.cfg.grid_size():
+            return self.rope_table
+        return rotary_table(self.cfg, grid).to(self.rope_table.device)
+
+    def _drop_patches(
+        self, x: torch.Tensor, rope: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor] | None]:
+        """Tokens (B, N, D), in training without some patches, and for each block the positions of those that stay."""
+        if rope is None:
+            return self.patch_drop(x), None
+        is_trained = self.rope is not None
+        if self.cfg.patch_drop_rate and self.training:
+            x, kept = self.patch_drop(x)
+            rope = apply_keep_indices_nlc(x, rope, kept)  # B ... N 2K
+            rope = rope.transpose(0, 1) if is_trained else rope[:, None]
+        return x, list(rope) if is_trained else [rope] * len(self.blocks)
 
     def drop_path(self, batch_size: int, device: torch.device) -> torch.Tensor:
         """Factors of the residual branches (depth, 2, B, 1, 1): 0 for the images that lose one, else 1 / (1 - rate).
@@ -292,11 +396,18 @@ class VisionTransformer(TrainableModel):
         rates = torch.linspace(first, rate, depth, device=device).view(depth, 1, 1, 1, 1)
         return (torch.rand(depth, 2, batch_size, 1, 1, device=device) >= rates) / (1 - rates)
 
-    def _add_tokens(self, x: torch.Tensor) -> torch.Tensor:
+    def _add_tokens(self, x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
         """Prepend the tokens and add the positions, in x's dtype: an FP32 table would promote x."""
         prefix = (self.cls_token, self.dist_token, self.reg_token)
         tokens = [t.to(x.dtype).expand(len(x), -1, -1) for t in prefix if t is not None]
-        pos_embed = self.pos_embed.to(x.dtype)
+        if self.pos_embed is None:
+            return torch.cat([*tokens, x], dim=1)
+        pos_embed = self.pos_embed
+        if grid != self.cfg.grid_size():  # only with dynamic_img_size
+            num_prefix = 0 if self.cfg.no_embed_class else self.num_prefix_tokens
+            old = list(self.cfg.grid_size())
+            pos_embed = resample_abs_pos_embed(pos_embed, list(grid), old, num_prefix_tokens=num_prefix)
+        pos_embed = pos_embed.to(x.dtype)
         if self.cfg.no_embed_class:
             return torch.cat([*tokens, x + pos_embed], dim=1)
         return torch.cat([*tokens, x], dim=1) + pos_embed
@@ -305,8 +416,10 @@ class VisionTransformer(TrainableModel):
         """(B, N, D) -> (B, D)."""
         if self.cfg.global_pool == "token":
             return x[:, 0]
-        x = x[:, self.num_prefix_tokens :]
-        return x.mean(dim=1) if self.attn_pool is None else self.attn_pool(x)
+        patches = x[:, self.num_prefix_tokens :]
+        if self.attn_pool is None:
+            return patches.mean(dim=1)
+        return self.attn_pool(x if self.cfg.is_eva else patches)  # as timm's two classes have it
 
     def shard_units(self) -> Sequence[nn.Module]:
         """The blocks."""
@@ -349,6 +462,45 @@ def sincos_positions(cfg: ModelConfig) -> torch.Tensor:
     return torch.cat([grid.new_zeros(tokens, cfg.embed_dim), grid])[None].float()
 
 
+def rotary_embedding(cfg: ModelConfig, grid: tuple[int, int] | None = None) -> nn.Module:
+    """Rotary positions, timm's, for patches in a `grid`; None: of any, trained ones."""
+    options: dict[str, Any] = {"temperature": cfg.rope_temperature, "grid_indexing": cfg.rope_grid_indexing}
+    if cfg.rope_type == "mixed":
+        options |= {"depth": cfg.depth}
+    else:
+        options |= {"grid_offset": cfg.rope_grid_offset, "rotate_half": cfg.rope_rotate_half, "feat_shape": grid}
+    if cfg.rope_type == "cat":
+        reference = cfg.ref_feat_shape and list(pair(cfg.ref_feat_shape))
+        options |= {"in_pixels": False, "ref_feat_shape": reference}
+    assert cfg.rope_type is not None  # asked for where there is one
+    return create_rope_embed(cfg.rope_type, dim=cfg.embed_dim, num_heads=cfg.num_heads, **options)
+
+
+def rotary_table(cfg: ModelConfig, grid: tuple[int, int]) -> torch.Tensor:
+    """Sines and cosines, timm's, of each patch of a `grid`: (N, 2K), float32."""
+    with torch.device("cpu"):  # and not a model's meta device
+        return cast(Any, rotary_embedding(cfg, grid)).get_embed()
+
+
+def _initialize_by_place(cfg: ModelConfig, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """What timm does to a tensor, named as in the whole model, after the rule of its layer (`_initialize`).
+
+    Source: fix_init_weight and head_init_scale of timm.models.eva.Eva; timm.layers.GluMlp.init_weights, which only
+    VisionTransformer calls.
+    """
+    if cfg.is_eva:
+        if name in ("cls_token", "reg_token"):
+            nn.init.normal_(tensor, std=0.02, generator=generator)
+        elif name == "head.weight":
+            tensor.mul_(0.001)
+        elif name.startswith("blocks.") and name.endswith(("attn.proj.weight", "mlp.fc2.weight")):
+            tensor.div_(math.sqrt(2.0 * (int(name.split(".")[1]) + 1)))
+    elif cfg.mlp_layer == "glu" and name.endswith("mlp.fc1.weight"):
+        nn.init.normal_(tensor.chunk(2)[1], std=1e-6, generator=generator)
+    elif cfg.mlp_layer == "glu" and name.endswith("mlp.fc1.bias"):
+        tensor.chunk(2)[1].fill_(1.0)
+
+
 @torch.no_grad()
 def _initialize(
     module: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], generator: torch.Generator | None
@@ -360,10 +512,18 @@ def _initialize(
     but its trunc_normal_, and torch 2.11's (2.14.1's not), put one value in twenty million just there: normal_ here.
     """
     for name, tensor in tensors:
-        if isinstance(module, nn.LayerNorm) or name.startswith("layer_norm_"):  # or part of a fused layer
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm) or name.startswith("layer_norm_"):  # or part of a fused layer
             tensor.fill_(1.0 if name.endswith("weight") else 0.0)
         elif isinstance(module, TimmLayerScale):
             tensor.fill_(module.init_values)
+        elif name in ("gamma_1", "gamma_2"):
+            tensor.fill_(cast(Any, module).init_values)
+        elif name == "freqs":
+            _, depth, heads, half = tensor.shape
+            temperature = cast(Any, module).temperature
+            with torch.random.fork_rng(devices=[]):  # timm's function knows no generator
+                torch.manual_seed(generator.initial_seed() if generator else torch.initial_seed())
+                tensor.copy_(init_random_2d_freqs(2 * half, depth, heads, temperature, device="cpu"))
         elif isinstance(module, nn.Conv2d):  # torch's default, which timm keeps: uniform within 1 / sqrt(fan in)
             bound = 1 / math.sqrt(module.in_channels * math.prod(module.kernel_size))
             nn.init.uniform_(tensor, -bound, bound, generator=generator)

@@ -205,12 +205,12 @@ class TEVisionTransformer(VisionTransformer):
         self.scaling = scaling_state(self, self.recipe, chosen)
 
     def run_blocks(
-        self, x: torch.Tensor, keeps: Iterable[torch.Tensor | None], is_first_microbatch: bool | None
+        self, x: torch.Tensor, extras: Iterable[tuple[torch.Tensor | None, ...]], is_first_microbatch: bool | None
     ) -> torch.Tensor:
         """(B, N, D) -> (B, N, D), by `VisionTransformer.forward`'s arguments."""
         with quantized(self.recipe, self.scaling):
-            for block, keep in zip(self.blocks, keeps, strict=True):
-                x = block(x, keep, is_first_microbatch=is_first_microbatch)
+            for block, extra in zip(self.blocks, extras, strict=True):
+                x = block(x, *extra, is_first_microbatch=is_first_microbatch)
         return x
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from schema import ConfigError, ModelConfig, pair
+from schema import LATER_OPTIONS, ConfigError, ModelConfig, pair
 
 # timm's name, which model.act_layer takes -> Hugging Face's.
 ACTIVATIONS = {
@@ -23,7 +23,6 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "class_token": (lambda value: value, "it always has a class token"),
     "global_pool": (lambda value: value == "token", "it classifies by the class token"),
     "reg_tokens": (lambda value: value == 0, "it has no register tokens"),
-    "distilled": (lambda value: not value, "it has no distillation token"),
     "no_embed_class": (lambda value: not value, "its class token has a position"),
     "init_values": (lambda value: value is None, "it has no LayerScale"),
     "qk_norm": (lambda value: not value, "it does not normalise queries and keys"),
@@ -31,11 +30,16 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "pre_norm": (lambda value: not value, "it has no norm after the embeddings"),
     "fc_norm": (lambda value: not value, "its norm is before the pooling"),
     "representation_size": (lambda value: value is None, "its head is linear"),
+    "pos_embed": (lambda value: value != "none", "its tokens have positions"),
+}
+LIMITS |= {
+    key: (lambda value, plain=plain: value == plain, "it has no such thing") for key, plain in LATER_OPTIONS.items()
 }
 # Option -> the value to give it, where it is not false, null or 0; images and patches of two sides have none.
 TO_GIVE = {"class_token": "true", "global_pool": "token", "proj_bias": "true", "img_size": None, "patch_size": None}
-TO_GIVE |= dict.fromkeys(("distilled", "no_embed_class", "qk_norm", "pre_norm", "fc_norm"), "false")
+TO_GIVE |= dict.fromkeys(("no_embed_class", "qk_norm", "pre_norm", "fc_norm"), "false")
 TO_GIVE |= dict.fromkeys(("init_values", "representation_size"), "null")
+TO_GIVE |= {key: json.dumps(plain).strip('"') for key, plain in LATER_OPTIONS.items()} | {"pos_embed": "learn"}
 
 
 def check(cfg: ModelConfig) -> None:

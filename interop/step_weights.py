@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from interop.dcp_reader import Reader
-from schema import ConfigError
+from schema import LATER_OPTIONS, ConfigError
 
 # Keys of the config's data section that a model is evaluated with.
 DATA_SETTINGS = ("mean", "std", "interpolation", "crop_pct", "exif_orientation", "max_pixels")
@@ -66,6 +66,8 @@ def read_state(folder: Path, *keys: str) -> dict[str, Any]:
     for key in keys:
         if key not in state:
             raise ConfigError(f"{folder}/state.json has no {key!r}: it is not of this recipe, or of an older one")
+    if isinstance(state.get("model"), dict):
+        state["model"] = LATER_OPTIONS | state["model"]
     return state
 
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import json
 import logging
 import math
 import pickle
@@ -35,7 +36,7 @@ from interop.step_weights import (
 )
 from runtime.parameter_names import from_hugging_face_name, without_wrappers
 from runtime.step_folders import newest_step
-from schema import ConfigError, DataConfig, ModelConfig, pair
+from schema import ROPE_ONLY, ConfigError, DataConfig, ModelConfig, pair
 
 logger = logging.getLogger(__name__)
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -43,6 +44,10 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 NESTS = ("model", "state_dict", "model_state_dict", "module")  # under which files of others keep the weights
 AVERAGE = re.compile(r"(.*_)?ema(_.*)?")  # and their averages: state_dict_ema, model_ema, ema_state_dict, ema, ...
 HUB_NAME = re.compile(r"[\w-][\w.-]*/(?!.*\.(safetensors|npz|pt|pth|bin|ckpt|tar)$)[\w.-]+")  # owner and model, no file
+# Options that no tensor's shape tells. Another value is refused, but for those in `TELL`, of which a line tells.
+TELL = ("act_layer", "norm_eps")
+UNSEEN = ("num_heads", *TELL, "rope_type", *ROPE_ONLY)
+ROPE_TYPES = {"RotaryEmbeddingCat": "cat", "RotaryEmbeddingDinoV3": "dinov3", "RotaryEmbeddingMixed": "mixed"}
 HEAD = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")  # the second one with model.distilled
 HIDDEN = ("pre_logits.fc.weight", "pre_logits.fc.bias")  # of a head with model.representation_size
 
@@ -54,7 +59,7 @@ class Source:
     weights: dict[str, Tensor]  # on the CPU, under timm's names
     grid: tuple[int, int] | None  # height and width, in patches, that the position embeddings were made for
     description: str  # what the user gave, and what was found there
-    # What is known of num_heads, act_layer and norm_eps, which no tensor's shape tells, as ModelConfig names them.
+    # What is known of `UNSEEN`, as ModelConfig names them.
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     classes: tuple[str, ...] = ()  # in the order of the head's rows; empty = unknown
     data: dict[str, Any] = dataclasses.field(default_factory=dict)  # known DATA_SETTINGS of its evaluation
@@ -120,7 +125,7 @@ def _read_step(source: str, folder: Path) -> Source:
     model = state["model"]
     tensors, kind = read_step_weights(folder)
     with reading(folder / "state.json"):
-        options = {key: model[key] for key in ("num_heads", "act_layer", "norm_eps")}
+        options = {key: model[key] for key in UNSEEN}
         img_size = model["img_size"]
     description = f"{source} ({kind})" if folder == Path(source) else f"{source} ({folder.name}, {kind})"
     data = _settings(state.get("data", {}))
@@ -187,10 +192,12 @@ def _read_file(source: str, file: Path, config_file: Path | None) -> Source:
             classes = (config.get("pretrained_cfg") or {}).get("label_names") or ()
             data = config.get("pretrained_cfg") or config
             options = config.get("model_args") or {}
+            if options.get("use_rot_pos_emb") is False:
+                options = options | {"rope_type": None}
             # timm's older files have the evaluation's settings at the top.
             size = (config.get("pretrained_cfg") or config).get("input_size") or (None, None, None)
             img_size = options.get("img_size") or size[1:]
-        known = {key: options[key] for key in ("num_heads", "act_layer", "norm_eps") if options.get(key) is not None}
+        known = {key: options[key] for key in UNSEEN if options.get(key) is not None}
         description = _described(source, average)
         return Source(tensors, _grid(img_size, tensors), description, known, tuple(classes), _settings(data))
 
@@ -317,10 +324,13 @@ def built_by_timm(name: str) -> Any:
 
 
 def _source_of_timms(model: Any, source: str) -> Source:
+    from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer as TimmViT
 
-    if not isinstance(model, TimmViT):
-        raise ConfigError(f"it is timm's {type(model).__name__}: give a VisionTransformer, timm.list_models('vit*')")
+    if not isinstance(model, TimmViT | Eva):
+        raise ConfigError(
+            f"it is timm's {type(model).__name__}: give a VisionTransformer or an Eva, timm.list_models('vit*')"
+        )
     found = cast(dict[str, Any], model.pretrained_cfg)  # create_model puts it on the module
     classes = tuple(found.get("label_names") or ())
     return dataclasses.replace(_source_of(model, source), classes=classes, data=_settings(found))
@@ -357,6 +367,13 @@ def _downloading(what: str) -> Iterator[None]:
 
 def _source_of(model: Any, source: str) -> Source:
     options = {"num_heads": model.get_submodule("blocks.0.attn").num_heads}
+    if (rope := getattr(model, "rope", None)) is not None:
+        options["rope_type"] = ROPE_TYPES.get(type(rope).__name__, type(rope).__name__)
+        ours = {"grid_offset": "rope_grid_offset", "grid_indexing": "rope_grid_indexing"}
+        ours |= {"temperature": "rope_temperature", "rotate_half": "rope_rotate_half"}
+        options |= {key: getattr(rope, name) for name, key in ours.items() if hasattr(rope, name)}
+        if hasattr(rope, "ref_feat_shape"):
+            options["ref_feat_shape"] = rope.ref_feat_shape
     return Source(model.state_dict(), model.patch_embed.grid_size, source, options)
 
 
@@ -421,18 +438,28 @@ def fit(
                 )
         kernel = tensors["patch_embed.proj.weight"]
         tensors["patch_embed.proj.weight"] = resample_patch_embed(kernel, list(wanted["patch_embed.proj.weight"][2:]))
-        tensors["pos_embed"] = _resample_positions(tensors["pos_embed"], source.grid, cfg)
+        if "pos_embed" in tensors:
+            tensors["pos_embed"] = _resample_positions(tensors["pos_embed"], source.grid, cfg)
         return tensors, fresh
 
 
 def _compare_options(source: Source, cfg: ModelConfig) -> None:
+    # Trained frequencies are among the weights, and without rotary positions their options say nothing.
+    idle = () if {source.options.get("rope_type"), cfg.rope_type} <= {"cat", "dinov3"} else ROPE_ONLY
     for key, theirs in source.options.items():
         ours = getattr(cfg, key)
-        if theirs != ours and key == "num_heads":
+        if key == "ref_feat_shape":
+            theirs, ours = (size and pair(size if isinstance(size, int) else tuple(size)) for size in (theirs, ours))
+        if theirs == ours or key in idle:
+            continue
+        if key == "num_heads":
             raise ConfigError(
                 f"it was trained with {theirs} heads, model.num_heads={ours}: set model.num_heads={theirs}"
             )
-        if theirs != ours:
+        if key not in TELL:
+            text = json.dumps(theirs).replace(" ", "").strip('"')
+            raise ConfigError(f"it was trained with model.{key}={text}, this run has {ours}: set model.{key}={text}")
+        else:
             logger.warning("%s was trained with model.%s=%s, this run has %s", source.description, key, theirs, ours)
 
 

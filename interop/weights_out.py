@@ -17,11 +17,19 @@ from interop.model_card import model_card
 from interop.step_weights import StepWeights, read_state
 from runtime.files import write_json
 from runtime.parameter_names import HUGGING_FACE_BLOCK, HUGGING_FACE_REST
-from schema import ConfigError, pair
+from schema import EVA_ONLY, ROPE_ONLY, ConfigError, no_architecture, pair, timm_architecture
 
 # Arguments of the model that timm lacks, or means otherwise; num_classes has a place of its own in timm's files.
 OURS_ALONE = {"norm_eps", "transformer_engine", "drop_path_schedule", "pos_embed", "representation_size"}
 OURS_ALONE |= {"init_head_bias", "freeze", "fused_attn", "implementation", "num_classes", "distilled"}
+# What is told by the choice of timm's model (schema.timm_architecture), and what only one of its two classes takes.
+BY_ARCHITECTURE = {"norm_layer", "mlp_layer", "act_layer"}
+EVA_NAMES = {  # ours -> that of timm's Eva
+    "reg_tokens": "num_reg_tokens",
+    "pre_norm": "use_pre_transformer_norm",
+    "scale_mlp_norm": "scale_mlp",
+    "scale_attn_norm": "scale_attn_inner",
+}
 
 
 def export_timm(step_folder: Path, target: Path, *, raw: bool = False) -> str:
@@ -41,8 +49,8 @@ def export_timm(step_folder: Path, target: Path, *, raw: bool = False) -> str:
         ConfigError: the checkpoint is damaged, or timm has no place for one of the model's options.
     """
     state = read_state(step_folder, "model", "classes", "data")
-    if state["model"]["norm_eps"] != 1e-6:
-        raise ConfigError(f"model.norm_eps={state['model']['norm_eps']} cannot be exported: timm's ViTs have 1e-6")
+    if timm_architecture(state["model"]) is None:
+        raise ConfigError(no_architecture(state["model"]))
     if size := state["model"].get("representation_size"):
         raise ConfigError(
             f"model.representation_size={size} cannot be exported: timm's ViTs have a linear head; fine-tune with "
@@ -55,17 +63,31 @@ def export_timm(step_folder: Path, target: Path, *, raw: bool = False) -> str:
 
 
 def timm_arguments(model: dict[str, Any]) -> dict[str, Any]:
-    """Those of a config's model keys that timm's VisionTransformer takes, but num_classes."""
-    return {key: value for key, value in model.items() if key not in OURS_ALONE}
+    """A config's model as arguments of timm's VisionTransformer, or of its Eva, but num_classes."""
+    known = {key: value for key, value in model.items() if key not in OURS_ALONE}
+    if model["rope_type"] is None and model["attn_type"] == "rope":
+        rms = {"norm_layer": "rmsnorm"} if model["norm_layer"] == "rmsnorm" else {}
+        positions = {"pos_embed": "none"} if model["pos_embed"] == "none" else {}
+        left_out = {"norm_layer", "mlp_layer", "attn_type", *EVA_ONLY, *ROPE_ONLY, "rope_type"}
+        return {key: value for key, value in known.items() if key not in left_out} | rms | positions
+    at_the_end = model["fc_norm"] if model["fc_norm"] is not None else model["global_pool"] == "avg"
+    left_out = {*BY_ARCHITECTURE, "final_norm", "fc_norm", "proj_bias", "rope_type"}
+    return {EVA_NAMES.get(key, key): value for key, value in known.items() if key not in left_out} | {
+        "swiglu_mlp": model["mlp_layer"] != "mlp",
+        "use_abs_pos_emb": model["pos_embed"] != "none",
+        "use_rot_pos_emb": model["rope_type"] is not None,
+        "rope_type": model["rope_type"] or "cat",
+        "rope_rescale_coords": None,  # Sapiens2's augmentation of positions, which we have not
+        "use_fc_norm": model["final_norm"] and at_the_end,
+        "use_post_transformer_norm": model["final_norm"] and not at_the_end,
+    }
 
 
 def _timm_config(state: dict[str, Any]) -> dict[str, Any]:
     """What timm's `local-dir:` loader reads: architecture, the arguments that differ, and the evaluation's settings."""
     model, data = state["model"], state["data"]
-    is_distilled = model.get("distilled", False)  # which older checkpoints lack
     return {
-        # timm's entry point; every argument is given below
-        "architecture": "deit_base_distilled_patch16_224" if is_distilled else "vit_base_patch16_224",
+        "architecture": timm_architecture(model),  # timm's entry point; every argument is given below
         "num_classes": model["num_classes"],
         "num_features": model["embed_dim"],
         "global_pool": model["global_pool"],
@@ -79,7 +101,7 @@ def _timm_config(state: dict[str, Any]) -> dict[str, Any]:
             "mean": _each_channel(data["mean"], model),
             "std": _each_channel(data["std"], model),
             "first_conv": "patch_embed.proj",
-            "classifier": ["head", "head_dist"] if is_distilled else "head",
+            "classifier": ["head", "head_dist"] if model["distilled"] else "head",
             **({"label_names": state["classes"]} if state["classes"] else {}),
             **({"label_descriptions": names} if (names := descriptions(state["classes"])) else {}),
         },

@@ -49,6 +49,15 @@ VALUES = {
     "model.freeze": "backbone",
     "model.act_layer": "relu",
     "model.norm_eps": 1e-5,
+    "model.norm_layer": "rmsnorm",
+    "model.mlp_layer": "glu",
+    "model.attn_type": "eva",
+    "model.num_kv_heads": 1,
+    "model.rope_type": "cat",
+    "model.rope_grid_indexing": "xy",
+    "model.ref_feat_shape": 3,
+    "model.attn_pool_num_heads": 1,
+    "model.attn_pool_mlp_ratio": 2.0,
     "model.implementation": "timm",
     "data.source": "webdataset",
     "data.path": "/other",
@@ -138,6 +147,11 @@ ON = {
         "distillation.kind": "soft", "distillation.teacher": "TEACHER", "model.global_pool": "token",
         "model.class_token": True,
     },
+    "rotary positions": {
+        "model.rope_type": "cat", "model.qkv_fused": False, "model.init_values": 0.1, "model.global_pool": "map",
+        "model.mlp_layer": "swiglu", "model.swiglu_align_to": 8, "model.act_layer": "silu",
+    },
+    "a gated MLP": {"model.act_layer": "silu"},
     "not exported": {"checkpoint.save_final_model": False},
 }  # fmt: skip
 # Refused on a machine without a GPU whatever else is set, or read by TransformerEngine only: tests/test_fp8.py.
@@ -148,6 +162,7 @@ OF_A_BUCKET = {"checkpoint.local_dir"}  # tests/test_bucket_checkpoint.py
 NEVER = {"data.image_size", "distributed.tp", "distributed.dp_outer", "distributed.dp_shard"}  # but as derived, alone
 NOT_WITH_MEGATRON_FSDP = {"model.freeze", "model.implementation", "model.pos_embed", "precision"}
 NOT_WITH_MEGATRON_FSDP |= {"distillation.shard_teacher"}
+NOT_WITH_MEGATRON_FSDP |= {f"model.{key}" for key in schema.LATER_OPTIONS}
 
 
 def with_keys(cfg, changes):

@@ -200,6 +200,46 @@ def test_averages_are_taken_where_a_file_has_them_and_that_is_said(stored_weight
     assert weights_in.read(str(file)).description == str(file)
 
 
+@pytest.mark.parametrize("kind", ["a checkpoint", "a file", "a timm folder"])
+def test_rotary_positions_follow_the_size_and_their_options_must_be_the_same(kind, tmp_path):
+    """Nothing in the weights tells them."""
+    rope = "rope_type=dinov3 rope_rotate_half=true pos_embed=none attn_type=eva init_values=0.1 reg_tokens=4"
+    before, after = small(rope), small(f"{rope} img_size=96")
+    source, tensors = write_step(tmp_path, before)
+    if kind == "a file":
+        source = tmp_path / "weights.pth"
+        torch.save(tensors, source)
+    elif kind == "a timm folder":
+        source = write_timm(tmp_path, before, ours(before))
+    result, fresh = fitted(source, after)
+    assert fresh == []
+    assert_same_bits(result, tensors)
+    others = {"rope_type": "cat", "rope_rotate_half": "false", "rope_temperature": "10.0", "rope_grid_indexing": "xy"}
+    theirs = {
+        "rope_type": "dinov3",
+        "rope_rotate_half": "true",
+        "rope_temperature": "100.0",
+        "rope_grid_indexing": "ij",
+    }
+    for key, value in others.items():
+        if kind != "a file":
+            line = error_of(fitted, source, small(f"{rope} {key}={value}"))
+            assert line.endswith(f"set model.{key}={theirs[key]}")
+
+
+def test_timms_own_eva_tells_its_rotary_positions():
+    theirs = timm.create_model("eva02_tiny_patch14_224", depth=1)
+    assert weights_in._source_of(theirs, "it").options == {
+        "num_heads": 3,
+        "rope_type": "cat",
+        "rope_grid_offset": 0.0,
+        "rope_grid_indexing": "ij",
+        "rope_temperature": 10000.0,
+        "rope_rotate_half": False,
+        "ref_feat_shape": (16, 16),
+    }
+
+
 def test_torchs_averaged_model_loads(stored_weights, tmp_path):
     """Beside the weights under a name of their own, as torchvision's scripts save it, and alone."""
     cfg, _, tensors = stored_weights

@@ -11,6 +11,7 @@ import torch
 from conftest import ROOT, error_of
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from test_vit import ROPES
 from weight_files import (
     CLASSES,
     MEAN,
@@ -58,6 +59,11 @@ NOT_HUGGING_FACE = {
         "global_pool=map class_token=false act_layer=gelu_tanh",
         "no_embed_class=true pre_norm=true fc_norm=true proj_bias=false qkv_bias=false",
         "img_size=[32,64] patch_size=[8,16] in_chans=1 act_layer=silu mlp_ratio=2.6",
+        "norm_eps=1e-5 pre_norm=true act_layer=quick_gelu",
+        "norm_layer=rmsnorm qk_norm=true pos_embed=none final_norm=false",
+        "mlp_layer=glu act_layer=silu mlp_ratio=5.34 scale_mlp_norm=true",
+        "rope_type=cat",  # timm's entry point has a ref_feat_shape, and other values in the place of null
+        *(options for options in ROPES.values() if "num_heads" not in options),
     ],
 )
 def test_timm_computes_our_logits_from_the_export(options, tmp_path):
@@ -84,9 +90,9 @@ def test_timm_computes_our_logits_from_the_export(options, tmp_path):
 
 
 def test_timm_refuses_other_norms_by_name(tmp_path):
-    folder, _ = write_step(tmp_path, small("norm_eps=1e-5"))
+    folder, _ = write_step(tmp_path, small("norm_eps=1e-3"))
     assert error_of(weights_out.export_timm, folder, tmp_path / "out").startswith(
-        "model.norm_eps=1e-05 cannot be exported"
+        "model.norm_eps=0.001 cannot be exported"
     )
     assert not (tmp_path / "out").exists()
 

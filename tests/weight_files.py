@@ -62,7 +62,8 @@ def ours(cfg, seed=0):
 
 def timms(cfg, seed=0):
     """timm's model of the same arguments."""
-    return drawn(TimmViT(**weights_out.timm_arguments(vars(cfg)), num_classes=cfg.num_classes), seed)
+    build = timm.model_entrypoint(schema.timm_architecture(vars(cfg))) if cfg.later_options() else TimmViT
+    return drawn(build(**weights_out.timm_arguments(vars(cfg)), num_classes=cfg.num_classes), seed)
 
 
 def shapes(cfg):
@@ -94,7 +95,9 @@ def write_step(folder, cfg, *, step=3, classes=CLASSES, seed=0, tensors=None, mo
 def write_timm(folder, cfg, model):
     """A timm folder as timm's own hub code writes one."""
     save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
-    content = {"architecture": "vit_base_patch16_224", "num_classes": cfg.num_classes, "model_args": plain(cfg)}
+    arguments = weights_out.timm_arguments(plain(cfg))
+    architecture = schema.timm_architecture(vars(cfg))
+    content = {"architecture": architecture, "num_classes": cfg.num_classes, "model_args": arguments}
     (folder / "config.json").write_text(json.dumps(content))
     return folder
 
