@@ -574,3 +574,20 @@ def test_a_run_imports_what_it_needs(image_folder, tmp_path):
     assert got["collects"]
     assert got["asked"] == [0.9, "timm.models.vision_transformer", "module"]
     assert not got["wandb"]
+
+
+@pytest.mark.parametrize(
+    ("script", "overrides", "text"),
+    [
+        ("train_mfsdp", ["precision=bf16"], "model.rope_type=cat in train_mfsdp.py: not seen to work there"),
+        ("train_ddp", ["cuda_graphs=true"], "model.rope_type=cat with cuda_graphs=true"),
+        ("train_fsdp2", ["distributed.tp=2"], "model.rope_type=cat with distributed.tp=2"),
+        ("train_fsdp2", ["precision=bf16", "model.rope_type=mixed"], "model.rope_type=mixed with precision=bf16"),
+    ],
+)
+def test_rotary_positions_are_refused_where_they_were_not_seen_to_work(monkeypatch, script, overrides, text):
+    given = ["model.rope_type=cat", *overrides, "output_dir=/tmp/unused"]
+    cfg = launch.load_config("L0_sanity", given, script=script)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    line = error_of(launch.check_script, cfg, script, 2)
+    assert line.startswith(text)
