@@ -46,9 +46,10 @@ def arguments_of(model: Any) -> dict[str, Any]:
     if not isinstance(model, VisionTransformer):
         raise ConfigError(f"it is timm's {type(model).__name__}: give a VisionTransformer, timm.list_models('vit*')")
     block: Any = model.blocks[0]
-    parts = [type(block).__name__, *(type(getattr(block, key)).__name__ for key in ("norm1", "attn", "mlp"))]
+    kind = type(block)
+    parts = [kind.__name__, *(type(getattr(block, key)).__name__ for key in ("norm1", "attn", "mlp"))]
     activation = type(getattr(block.mlp, "act", None)).__name__
-    is_plain = type(block) is Block and parts[1:] == ["LayerNorm", "Attention", "Mlp"] and activation in ACTIVATIONS
+    is_plain = kind is Block and parts[1:] == ["LayerNorm", "Attention", "Mlp"] and activation in ACTIVATIONS
     if not is_plain:
         raise ConfigError(f"its blocks ({', '.join([*parts, activation])}) are not vit.py's: give a plain ViT")
 
