@@ -26,6 +26,7 @@ from timm.models.deit import VisionTransformerDistilled
 from torch import nn
 from weight_files import write_teacher
 
+import checkpoint
 import distillation
 import schema
 import trainer
@@ -378,3 +379,18 @@ def test_what_contradicts_is_refused_by_name(overrides, fragments):
 def test_what_a_script_cannot_do_is_refused_by_name(script, overrides, fragment):
     cfg = tiny_config("data.path=unused", "distillation.teacher=x", *overrides)
     assert fragment in error_of(launch.check_script, cfg, script, 3)
+
+
+def test_a_checkpoint_from_before_has_no_distillation_token():
+    """Its state.json does not know the option: a run without one goes on from it, one with it is refused."""
+    cfg, other = tiny_config("data.path=unused"), tiny_config("data.path=unused", *TOKENS)
+    sizes = schema.RunSizes.of(cfg, world_size=1, num_train_images=60, num_val_images=23)
+    for run, before in ((cfg, cfg), (other, other)):
+        model = schema.to_plain(before)["model"]
+        del model["distilled"]
+        saved = {"model": model, "classes": [], "optimizer": "adamw"}
+        check = functools.partial(checkpoint._check_same, saved, {}, {"optim": {}}, "step_00000003", run, sizes)
+        if run is cfg:
+            check()
+        else:
+            assert "step_00000003 was written with model.distilled=False, not True" in error_of(check)
