@@ -197,8 +197,6 @@ def alone(folder: Path, pieces: list[tuple[int, int]], source: Path, script: str
             shutil.copytree(source / "checkpoints" / name, run / "checkpoints" / name)
         length = [f"output_dir={run}", f"num_train_steps={last}", "checkpoint.save_every_n_steps=null"]
         main(launch.load_config("L0_sanity", [*overrides, *length], script=script))
-        if pieces != [(0, last)]:
-            shutil.rmtree(run / "checkpoints")
 
 
 # The campaign
@@ -406,11 +404,16 @@ def verdict(life: Life, last: int) -> dict[str, Any]:
     """What became of a run that took `last` steps, against a lone process."""
     run, starts = life.folder / "run", steps_of(life.folder)
     pieces = pieces_of(starts)
-    for name, wanted in (("straight", [(0, last)]), ("pieces", pieces)):
+    lone = {}
+    for name, wanted, more in (
+        ("straight", [(0, last)], []),
+        ("pieces", pieces, ["checkpoint.save_final_model=false"]),
+    ):
         (life.folder / name).mkdir()
-        arguments = (life.folder / name, wanted, run, life.script, life.overrides)
-        process = FORK.Process(target=alone, args=arguments)
-        process.start()
+        arguments = (life.folder / name, wanted, run, life.script, [*life.overrides, *more])
+        lone[name] = FORK.Process(target=alone, args=arguments)
+        lone[name].start()
+    for name, process in lone.items():
         process.join()
         assert process.exitcode == 0, (life.folder / name / "log.txt").read_text()[-4000:]
     straight = {step: got[0] for step, got in steps_of(life.folder / "straight")[0]["steps"].items()}
@@ -445,13 +448,14 @@ def verdict(life: Life, last: int) -> dict[str, Any]:
 
 def campaign(args: Any, folder: Path, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """All lives; `tell` gets the results so far after each event."""
-    deadline = time.monotonic() + 60 * args.minutes
+    began = time.monotonic()
     images = conftest().make_images(folder / "images")
     results: dict[str, Any] = {"events": 0, "kinds": {}, "lives": []}
     for index, (name, (script, overrides)) in enumerate(LIVES.items()):
         share = args.events // len(LIVES) + (index < args.events % len(LIVES))
         if not share:
             continue
+        deadline = began + 60 * args.minutes * (index + 1) / len(LIVES)
         place = folder / f"life-{index}"
         life = life_of(place, script, overrides, images, random.Random(args.seed + index))
         found: dict[str, Any] = {"life": name, "events": life.events}
@@ -487,7 +491,7 @@ def main() -> None:
     """Parse, disturb, compare, write; exits with 1 where something was lost, repeated or different."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=100)
-    parser.add_argument("--minutes", type=float, default=40, help="no more events after so long; the runs then end")
+    parser.add_argument("--minutes", type=float, default=40, help="no more events after so long, of which each run has its share")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True, help="written anew after each event")
     args = parser.parse_args()
