@@ -491,7 +491,7 @@ def main() -> None:
     """Parse, disturb, compare, write; exits with 1 where something was lost, repeated or different."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=100)
-    parser.add_argument("--minutes", type=float, default=40, help="no more events after so long, of which each run has its share")
+    parser.add_argument("--minutes", type=float, default=40, help="no more events after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True, help="written anew after each event")
     args = parser.parse_args()
