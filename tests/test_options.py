@@ -257,6 +257,7 @@ def keys_read(cfg, script, folder):
     before = root.level, list(root.handlers)
     with pytest.MonkeyPatch.context() as patch, recorded() as read:
         patch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: mock.MagicMock()))
+        launch.ranks_to_use(cfg, script, 1)  # as the way in does
         importlib.import_module(script).main(cfg)
     root.level, root.handlers[:] = before
     preemption._received.clear()
