@@ -692,10 +692,7 @@ def test_size_that_patches_do_not_fill_is_refused(overrides, texts):
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (
-            "qkv_fused=false",
-            "model.qkv_fused=false is of timm's Eva: give model.rope_type, or set model.qkv_fused=true",
-        ),
+        ("qkv_fused=false", "model.qkv_fused=false is of timm's Eva: give model.rope_type, or set model.qkv_fused"),
         ("mlp_layer=glu", "model.act_layer=gelu with model.mlp_layer=glu: set model.act_layer=silu"),
         ("mlp_layer=swiglu act_layer=silu", "model.mlp_layer=swiglu without model.rope_type: set model.mlp_layer=glu"),
         ("final_norm=false fc_norm=true", "model.fc_norm=true with model.final_norm=false: set model.fc_norm=null"),
