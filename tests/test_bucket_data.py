@@ -198,7 +198,7 @@ def test_a_resume_reads_less_than_a_shard_a_stream(image_folder, tmp_path, serve
     target = "s3://bucket/large"
     assert run_tool(make_shards, image_folder, target, "--samples-per-shard", 30) == 0  # 2 shards, a stream each
     cfg = config(target, tmp_path, "global_batch_size=8", "num_train_steps=20")
-    loader = loaders_of(cfg, start_step=4)[0]
+    loader = loaders_of(cfg, start_step=8)[0]  # the second epoch begins: at the start of the shards
     server.set()
     next(iter(loader))
     time.sleep(1.0)  # what is read ahead counts, too
