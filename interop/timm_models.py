@@ -1,16 +1,31 @@
 """model=timm:<name>: what of a config follows from the name of a model of timm's."""
 
+import contextlib
+import functools
+import inspect
 import json
+from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import timm
+import timm.models.deit
+import timm.models.eva
+import timm.models.vision_transformer
+import timm.models.vision_transformer_hybrid
+import timm.models.vision_transformer_relpos
 import torch
-from torch import nn
 
 from interop.weights_in import check_pretrained
-from schema import ConfigError
+from interop.weights_out import EVA_NAMES
+from schema import ConfigError, ModelConfig, pair
 
-ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu", "ReLU": "relu", "SiLU": "silu"}
+DISTILLED = timm.models.deit.VisionTransformerDistilled
+MODULES = ("deit", "eva", "vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos")
+ACTIVATIONS = {torch.nn.GELU: "gelu", torch.nn.SiLU: "silu", torch.nn.ReLU: "relu", None: "gelu"}
+# The regularization of a training, not the architecture.
+NOT_OF_THE_NAME = {"num_classes", "drop_rate", "drop_path_rate"}
+NOT_OF_THE_NAME |= {f"{where}_drop_rate" for where in ("pos", "patch", "proj", "attn")}
 
 
 def overrides_of(name: str) -> list[str]:
@@ -21,60 +36,112 @@ def overrides_of(name: str) -> list[str]:
     """
     try:
         check_pretrained(name)
-        with torch.device("meta"):
-            model = timm.create_model(name)
-        values = {f"model.{key}": value for key, value in arguments_of(model).items()}
+        values: dict[str, Any] = {f"model.{key}": value for key, value in arguments_of(name).items()}
     except ConfigError as error:
         raise ConfigError(f"model=timm:{name}: {error}") from error
-    settings: Any = model.pretrained_cfg
-    values |= {f"data.{key}": settings[key] for key in ("mean", "std", "crop_pct", "interpolation")}
+    settings = timm.get_pretrained_cfg(name)
+    assert settings is not None  # check_pretrained sees to it
+    values |= {f"data.{key}": getattr(settings, key) for key in ("mean", "std", "crop_pct", "interpolation")}
     values["checkpoint.init_from"] = f"timm:{name}"
     return ["model=vit_base_patch16_224", *(f"{key}={json.dumps(value)}" for key, value in values.items())]
 
 
-def arguments_of(model: Any) -> dict[str, Any]:
-    """The arguments of `vit.VisionTransformer` for a model of timm's, but for the number of classes.
+class _BuiltError(Exception):
+    """In the place of a model: the class and its arguments."""
 
-    What a tensor's name or shape shows and these lack is refused by name when the weights are read.
+
+@contextlib.contextmanager
+def _nothing_built() -> Iterator[None]:
+    """Let timm's builder stand aside: its functions hand it a class and arguments, and tell nobody else."""
+
+    def stop(cls: type, _variant: str, _pretrained: bool, **given: Any) -> None:
+        raise _BuiltError(cls, given)
+
+    modules = [getattr(timm.models, name) for name in MODULES]
+    builder = modules[0].build_model_with_cfg
+    try:
+        for module in modules:
+            module.build_model_with_cfg = stop
+        yield
+    finally:
+        for module in modules:
+            module.build_model_with_cfg = builder
+
+
+@functools.cache
+def call_of(name: str) -> tuple[type, dict[str, Any]]:
+    """The class of a name of timm's and all its arguments: of the name, of its weights, and the class's defaults."""
+    try:
+        with _nothing_built(), torch.device("meta"):  # of a hybrid the ResNet is built
+            return type(timm.create_model(name)), {}
+    except _BuiltError as built:
+        cls, given = built.args
+    settings = timm.get_pretrained_cfg(name)
+    assert settings is not None  # each name that timm builds has them
+    of_weights: dict[str, Any] = {"in_chans": settings.input_size[0]}
+    if settings.fixed_input_size:
+        of_weights["img_size"] = settings.input_size[1:]
+    # The distilled one's own signature names no arguments.
+    signed = timm.models.vision_transformer.VisionTransformer if cls is DISTILLED else cls
+    defaults = {key: parameter.default for key, parameter in inspect.signature(signed).parameters.items()}
+    known = {key: value for key, value in (of_weights | given).items() if key in defaults and value is not None}
+    return cls, defaults | known
+
+
+def _parts_of(layer: Any) -> tuple[Any, dict[str, Any]]:
+    """A class and its keywords, of a class or a partial."""
+    return (layer.func, layer.keywords) if isinstance(layer, functools.partial) else (layer, {})
+
+
+def refusal(name: str) -> str | None:
+    """What vit.py has no place for in a model of timm's; None: nothing."""
+    cls, given = call_of(name)
+    if cls is timm.models.eva.Eva:
+        return "norms after the branches (use_post_norm)" if given["use_post_norm"] else None
+    if cls is timm.models.vision_transformer_relpos.VisionTransformerRelPos:
+        return "relative positions (VisionTransformerRelPos)"
+    if cls not in (timm.models.vision_transformer.VisionTransformer, DISTILLED):
+        return f"it is a {cls.__name__}, no VisionTransformer or Eva"
+    if _parts_of(given.get("embed_layer", timm.layers.PatchEmbed))[0] is not timm.layers.PatchEmbed:
+        return "a convolutional network before the blocks (embed_layer)"
+    if given.get("attn_layer") == "diff":
+        return "differential attention (attn_layer)"
+    kind = _parts_of(given["block_fn"])[0].__name__ if given.get("block_fn") else "Block"
+    return None if kind == "Block" else f"other blocks (block_fn={kind})"
+
+
+def arguments_of(name: str) -> dict[str, Any]:
+    """The architecture of a name of timm's, as `ModelConfig` has it.
 
     Raises:
-        ConfigError: vit.py has no such blocks.
+        ConfigError: vit.py has no place for a part of it.
     """
-    from timm.models.deit import VisionTransformerDistilled
-    from timm.models.vision_transformer import Block, VisionTransformer
-
-    if not isinstance(model, VisionTransformer):
-        raise ConfigError(f"it is timm's {type(model).__name__}: give a VisionTransformer, timm.list_models('vit*')")
-    block: Any = model.blocks[0]
-    kind = type(block)
-    parts = [kind.__name__, *(type(getattr(block, key)).__name__ for key in ("norm1", "attn", "mlp"))]
-    activation = type(getattr(block.mlp, "act", None)).__name__
-    is_plain = kind is Block and parts[1:] == ["LayerNorm", "Attention", "Mlp"] and activation in ACTIVATIONS
-    if not is_plain:
-        raise ConfigError(f"its blocks ({', '.join([*parts, activation])}) are not vit.py's: give a plain ViT")
-
-    def has(part: nn.Module) -> bool:
-        return not isinstance(part, nn.Identity)
-
-    return {
-        "img_size": list(model.patch_embed.img_size or ()),
-        "patch_size": list(model.patch_embed.patch_size),
-        "in_chans": model.patch_embed.proj.in_channels,
-        "global_pool": model.global_pool,
-        "embed_dim": model.embed_dim,
-        "depth": len(model.blocks),
-        "num_heads": block.attn.num_heads,
-        "mlp_ratio": block.mlp.fc1.out_features / model.embed_dim,
-        "qkv_bias": block.attn.qkv.bias is not None,
-        "proj_bias": block.attn.proj.bias is not None,
-        "qk_norm": has(block.attn.q_norm),
-        "init_values": block.ls1.init_values if has(block.ls1) else None,
-        "class_token": model.cls_token is not None,
-        "no_embed_class": model.no_embed_class,
-        "reg_tokens": model.num_reg_tokens,
-        "distilled": isinstance(model, VisionTransformerDistilled),
-        "pre_norm": has(model.norm_pre),
-        "fc_norm": has(model.fc_norm),
-        "act_layer": ACTIVATIONS[activation],
-        "norm_eps": block.norm1.eps,
-    }
+    if why := refusal(name):
+        raise ConfigError(f"{why}, which vit.py has not: give one of docs/models.md")
+    cls, given = call_of(name)
+    norm, keywords = _parts_of(given["norm_layer"])
+    is_rms = norm is not None and "rms" in norm.__name__.lower()
+    given = given | {"norm_layer": "rmsnorm" if is_rms else "layernorm", "norm_eps": keywords.get("eps", 1e-6)}
+    given["distilled"] = cls is DISTILLED
+    if cls is timm.models.eva.Eva:
+        given |= {ours: given[theirs] for ours, theirs in EVA_NAMES.items()}
+        is_aligned = given["scale_mlp"] or given["swiglu_align_to"]
+        given["mlp_layer"] = ("swiglu" if is_aligned else "glu") if given["swiglu_mlp"] else "mlp"
+        given["act_layer"] = "silu" if given["swiglu_mlp"] else "gelu"
+        given["pos_embed"] = "learn" if given["use_abs_pos_emb"] else "none"
+        given["rope_type"] = given["rope_type"] if given["use_rot_pos_emb"] else None
+        after_pooling = given["global_pool"] == "avg" if given["use_fc_norm"] is None else given["use_fc_norm"]
+        after_blocks = given["use_post_transformer_norm"]
+        after_blocks = not after_pooling if after_blocks is None else after_blocks
+        given |= {"fc_norm": after_pooling, "final_norm": after_blocks or after_pooling}
+        given["rope_temperature"] = float(given["rope_temperature"])
+    else:
+        act = given["act_layer"]
+        given["act_layer"] = act if isinstance(act, str) else ACTIVATIONS[act]
+        given["mlp_layer"] = "glu" if _parts_of(given["mlp_layer"])[0] is timm.layers.GluMlp else "mlp"
+    patch = pair(given["patch_size"])
+    # As many patches as fit: timm takes images of 384 pixels for patches of 14, too.
+    sides = tuple(side - side % step for side, step in zip(pair(given["img_size"]), patch, strict=True))
+    given |= {"patch_size": patch, "img_size": sides}
+    known = {field.name for field in fields(ModelConfig)} - NOT_OF_THE_NAME  # pyright: ignore[reportArgumentType]
+    return {key: value for key, value in given.items() if key in known}

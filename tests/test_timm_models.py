@@ -23,6 +23,9 @@ NAMES = [
     "vit_small_patch14_reg4_dinov2.lvd142m",
     "vit_base_patch16_siglip_224.webli",
     "vit_little_patch16_reg4_gap_256.sbb_in1k",
+    "vit_giant_patch14_dinov2.lvd142m",
+    "vit_base_patch16_dinov3.lvd1689m",
+    "eva02_small_patch14_336.mim_in22k_ft_in1k",
 ]
 
 
@@ -64,10 +67,10 @@ def test_what_is_typed_beside_it_goes_first():
     ("name", "fragment"),
     [
         ("vit_tny_patch16_224", "timm has no such model: did you mean vit_tiny_patch16_224"),
-        ("resnet50.a1_in1k", "it is timm's ResNet: give a VisionTransformer"),
+        ("resnet50.a1_in1k", "it is a ResNet, no VisionTransformer or Eva"),
         ("vit_base_patch16_224.nothing", "timm has no such weights: use one of vit_base_patch16_224."),
-        ("vit_relpos_base_patch16_224.sw_in1k", "it is timm's VisionTransformerRelPos"),
-        ("vit_giant_patch14_dinov2.lvd142m", "are not vit.py's: give a plain ViT"),
+        ("vit_relpos_base_patch16_224.sw_in1k", "relative positions (VisionTransformerRelPos), which vit.py has not"),
+        ("vit_base_patch16_rpn_224.sw_in1k", "other blocks (block_fn=ResPostBlock), which vit.py has not"),
     ],
 )
 def test_a_model_that_is_none_of_ours_is_refused_by_name(name, fragment):

@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT
 from test_vit import assert_close_for_their_size, outputs_and_gradients, randomize
 
+from interop.timm_models import refusal
 from vit import VisionTransformer
 
 NAMES = timm.list_models("vit_*") + timm.list_models("eva02_*")
@@ -18,7 +19,7 @@ NAMES = timm.list_models("vit_*") + timm.list_models("eva02_*")
 @pytest.fixture(scope="module")
 def refused():
     """Name -> why."""
-    return {name: reason for name in NAMES if (reason := timm_names.refusal(*timm_names.call_of(name)))}
+    return {name: reason for name in NAMES if (reason := refusal(name))}
 
 
 @pytest.fixture(scope="module")
