@@ -29,7 +29,6 @@ from timm.layers import (
 )
 from timm.layers import LayerScale as TimmLayerScale
 from timm.layers.pos_embed_sincos import init_random_2d_freqs
-from timm.models.eva import EvaBlock as TimmEvaBlock
 from torch import nn
 
 from runtime import seeding
@@ -130,41 +129,48 @@ class Block(nn.Module):
         return x + scaled(self.ls2(self.mlp(self.norm2(x))), keep, 1)
 
 
-class EvaBlock(TimmEvaBlock):
-    """`Block` as timm's Eva has it: rotary positions, the kinds of attention and MLP that go with them, its names."""
+@functools.cache
+def eva_block() -> Callable[[ModelConfig, int], nn.Module]:
+    """The class `EvaBlock`; made when it is asked for, as timm's own comes with all of timm, a second of a start."""
+    from timm.models.eva import EvaBlock as TimmEvaBlock
 
-    def __init__(self, cfg: ModelConfig, num_kv_heads: int) -> None:
-        super().__init__(
-            cfg.embed_dim,
-            cfg.num_heads,
-            qkv_bias=cfg.qkv_bias,
-            qkv_fused=cfg.qkv_fused,
-            mlp_ratio=cfg.mlp_ratio,
-            swiglu_mlp=cfg.mlp_layer != "mlp",
-            swiglu_align_to=cfg.swiglu_align_to,
-            scale_mlp=cfg.scale_mlp_norm,
-            scale_attn_inner=cfg.scale_attn_norm,
-            num_prefix_tokens=cfg.class_token + cfg.reg_tokens,
-            attn_type=cfg.attn_type,
-            rotate_half=cfg.rope_rotate_half,
-            qk_norm=cfg.qk_norm,
-            num_kv_heads=num_kv_heads,
-            proj_drop=cfg.proj_drop_rate,
-            attn_drop=cfg.attn_drop_rate,
-            init_values=cfg.init_values,
-            attn_only_layer_scale=cfg.attn_only_layer_scale,
-            norm_layer=norm_layer(cfg),
-        )
-        # timm's other way to add EvaAttention's biases: the keys' zeros are a buffer, which FSDP2 leaves in FP32, and
-        # a linear layer in BF16 takes no FP32 biases.
-        cast(Any, self.attn).qkv_bias_separate = True
+    class EvaBlock(TimmEvaBlock):
+        """`Block` as timm's Eva has it: rotary positions, the attention and MLP that go with them, its names."""
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  (timm's has masks instead of `keep`)
-        self, x: torch.Tensor, keep: torch.Tensor | None = None, rope: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """(B, N, D) -> (B, N, D); `keep` as `Block` has it, `rope` of `VisionTransformer.rotary`."""
-        x = x + scaled(times(self.attn(self.norm1(x), rope=rope), self.gamma_1), keep, 0)
-        return x + scaled(times(self.mlp(self.norm2(x)), self.gamma_2), keep, 1)
+        def __init__(self, cfg: ModelConfig, num_kv_heads: int) -> None:
+            super().__init__(
+                cfg.embed_dim,
+                cfg.num_heads,
+                qkv_bias=cfg.qkv_bias,
+                qkv_fused=cfg.qkv_fused,
+                mlp_ratio=cfg.mlp_ratio,
+                swiglu_mlp=cfg.mlp_layer != "mlp",
+                swiglu_align_to=cfg.swiglu_align_to,
+                scale_mlp=cfg.scale_mlp_norm,
+                scale_attn_inner=cfg.scale_attn_norm,
+                num_prefix_tokens=cfg.class_token + cfg.reg_tokens,
+                attn_type=cfg.attn_type,
+                rotate_half=cfg.rope_rotate_half,
+                qk_norm=cfg.qk_norm,
+                num_kv_heads=num_kv_heads,
+                proj_drop=cfg.proj_drop_rate,
+                attn_drop=cfg.attn_drop_rate,
+                init_values=cfg.init_values,
+                attn_only_layer_scale=cfg.attn_only_layer_scale,
+                norm_layer=norm_layer(cfg),
+            )
+            # timm's other way to add EvaAttention's biases: the keys' zeros are a buffer, which FSDP2 leaves in FP32,
+            # and a linear layer in BF16 takes no FP32 biases.
+            cast(Any, self.attn).qkv_bias_separate = True
+
+        def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  (timm's has masks instead of `keep`)
+            self, x: torch.Tensor, keep: torch.Tensor | None = None, rope: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            """(B, N, D) -> (B, N, D); `keep` as `Block` has it, `rope` of `VisionTransformer.rotary`."""
+            x = x + scaled(times(self.attn(self.norm1(x), rope=rope), self.gamma_1), keep, 0)
+            return x + scaled(times(self.mlp(self.norm2(x)), self.gamma_2), keep, 1)
+
+    return EvaBlock
 
 
 def times(x: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
@@ -288,8 +294,12 @@ class VisionTransformer(TrainableModel):
         self.rope = rotary_embedding(cfg) if cfg.rope_type == "mixed" else None
         self.register_buffer("rope_table", None, persistent=False)
         self.norm_pre = norm(width) if cfg.pre_norm else nn.Identity()
-        eva_blocks = (EvaBlock(cfg, heads) for heads in cfg.kv_heads())
-        self.blocks = nn.Sequential(*(eva_blocks if cfg.is_eva else (block(cfg) for _ in range(cfg.depth))))
+        blocks = (
+            (eva_block()(cfg, heads) for heads in cfg.kv_heads())
+            if cfg.is_eva
+            else (block(cfg) for _ in range(cfg.depth))
+        )
+        self.blocks = nn.Sequential(*blocks)
         self.norm = norm(width) if cfg.final_norm and not use_fc_norm else nn.Identity()
         self.attn_pool = (
             AttentionPool(

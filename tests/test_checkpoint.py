@@ -465,7 +465,7 @@ def test_a_job_begins_anew_once_however_its_nodes_come_and_go(job):
         ([None], False),
     ):
         one.save(2)
-        assert (checkpoint._find(one.cfg, names) is not None) == goes_on, names
+        assert (checkpoint._find(one.saver.place, one.cfg, names) is not None) == goes_on, names
     assert len(list(one.root.glob("earlier_*"))) == 4
 
 

@@ -94,6 +94,7 @@ VALUES = {
     "evaluation.best_metric": "val/loss",
     "checkpoint.ckpt_dir": "elsewhere",
     "checkpoint.local_dir": "elsewhere",
+    "data.cache_dir": "elsewhere",
     "checkpoint.save_every_n_steps": 3,
     "checkpoint.save_every_n_epochs": 1.0,
     "checkpoint.init_from": "timm:none",
@@ -158,7 +159,7 @@ ON = {
 OF_A_GPU = {"compile", "data.decoder", "profiler.memory_snapshot", "model.transformer_engine", "cuda_graphs"}
 OF_A_GPU |= {"fsdp2.cpu_offload"} | {key for key in schema_leaves() if key.startswith("fp8_config.")}
 OF_A_GPU |= {"mfsdp.outer_dp_sharding_strategy"}
-OF_A_BUCKET = {"checkpoint.local_dir"}  # tests/test_bucket_checkpoint.py
+OF_A_BUCKET = {"checkpoint.local_dir", "data.cache_dir", "data.cache_gb"}  # tests/test_bucket_checkpoint.py, _data.py
 NEVER = {"data.image_size", "distributed.tp", "distributed.dp_outer", "distributed.dp_shard"}  # but as derived, alone
 NOT_WITH_MEGATRON_FSDP = {"model.freeze", "model.implementation", "model.pos_embed", "precision"}
 NOT_WITH_MEGATRON_FSDP |= {"distillation.shard_teacher"}
