@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
@@ -31,7 +32,8 @@ def run_rank(job: dict) -> int:
         with socket.socket() as free:
             free.bind(("", 0))
             meeting = ray.util.get_node_ip_address(), free.getsockname()[1], job["starts"].qsize()
-    place["rank"], (place["master_addr"], place["master_port"], start) = rank, broadcast_from_rank_zero(meeting)
+    told: Any = broadcast_from_rank_zero(meeting)
+    place["rank"], (place["master_addr"], place["master_port"], start) = rank, told
     resume = ["checkpoint.resume_from_checkpoint=true"] if start > 1 else []  # what is to start afresh does so once
     # Ray kills a worker: by setpriv its rank gets SIGTERM, and saves. In a session of its own, because Ray's own end
     # kills the rest of the driver's.
