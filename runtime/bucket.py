@@ -129,9 +129,18 @@ class Bucket:
 
         One of the same bytes may be ours: written by a request whose answer was lost.
         """
+        return self._put_if(key, data, IfNoneMatch="*")
+
+    def replace(self, key: str, data: bytes, etag: str) -> bool:
+        """Write an object in place of that version of it. False: there is another one by now, or none; that stays."""
+        return self._put_if(key, data, IfMatch=f'"{etag}"')
+
+    def _put_if(self, key: str, data: bytes, **condition: str) -> bool:
         try:
             with self._named(key):
-                self._client.put_object(Bucket=self.name, Key=self.prefix + key, Body=data, IfNoneMatch="*")
+                self._client.put_object(Bucket=self.name, Key=self.prefix + key, Body=data, **condition)
+        except NoObjectError:
+            return False
         except BucketError as error:
             # The second: there were two such requests at once.
             if error.code not in ("PreconditionFailed", "ConditionalRequestConflict"):

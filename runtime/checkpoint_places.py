@@ -243,7 +243,7 @@ class InBucket(Folder):
     """A bucket, and a folder of its own at each node.
 
     A bucket has no locks. The latest start has its name in writer.json, and one that finds another's name there stops
-    before it commits or deletes anything; and no manifest replaces another.
+    before it commits or deletes anything; and no manifest replaces a later start's.
     """
 
     is_shared = False
@@ -399,26 +399,28 @@ class InBucket(Folder):
 
     @override
     def commit(self, step: int, folder: Path, state: dict[str, Any], parts: dict[str, Any]) -> None:
-        writer = json.loads(self.bucket.get("writer.json"))
-        if writer["start"] != self.start:
-            raise RunError(
-                f"another run has started there (process {writer['process']} on {writer['host']}, {writer['time']}): "
-                "give each run its own checkpoint.ckpt_dir"
-            )
+        self._check_writer()
         sizes = {name: facts["size"] for name, facts in parts.items()}
         if problem := self._difference(step, self.start, sizes):
             raise RunError(f"after the upload {problem}")
         key = f"{_key(step)}/{MANIFEST}"
         manifest = _manifest(self.start, parts, state)
         if not self.bucket.create(key, manifest):
-            if isinstance(self.find(step), str):  # it was skipped at the start, so it is damaged
-                self.bucket.delete([key])
-            if not self.bucket.create(key, manifest):
-                raise RunError(
-                    f"{self.bucket.url(key)} is there already and is another run's: give each run its own "
-                    "checkpoint.ckpt_dir, or, if the other one is gone, start again"
-                )
+            # An earlier start's: damaged, and so not resumed from, or it came after this start had looked, as the last
+            # request of a process that was killed may. A later start's is not, and it has said that it is there.
+            there = self.bucket.list(key).get(key)
+            self._check_writer()
+            if there is None or not self.bucket.replace(key, manifest, there.etag):
+                raise RunError(f"another run writes {self.bucket.url(key)}: give each run its own checkpoint.ckpt_dir")
         self.starts[step] = self.start
+
+    def _check_writer(self) -> None:
+        writer = json.loads(self.bucket.get("writer.json"))
+        if writer["start"] != self.start:
+            raise RunError(
+                f"another run has started there (process {writer['process']} on {writer['host']}, {writer['time']}): "
+                "give each run its own checkpoint.ckpt_dir"
+            )
 
     @override
     def tidy(self, folder: Path) -> None:

@@ -61,11 +61,17 @@ def test_objects_are_as_files_below_the_prefix(bucket, tmp_path):
     assert bucket.list() == {}
 
 
-def test_what_is_there_is_not_created_again(bucket):
+def test_what_is_there_is_not_created_again_and_another_version_not_replaced(bucket):
     assert bucket.create("manifest", b"ours")
     assert bucket.create("manifest", b"ours")  # as after an answer that was lost
     assert not bucket.create("manifest", b"theirs")
     assert bucket.get("manifest") == b"ours"
+    version = bucket.list()["manifest"].etag
+    assert bucket.replace("manifest", b"new", version)
+    assert bucket.replace("manifest", b"new", version)  # as after an answer that was lost
+    assert not bucket.replace("manifest", b"other", version)
+    assert not bucket.replace("nothing", b"other", version)
+    assert bucket.get("manifest") == b"new"
 
 
 def test_a_refusal_that_is_cut_short_is_one_all_the_same(bucket, monkeypatch):

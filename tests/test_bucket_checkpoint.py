@@ -234,16 +234,42 @@ def test_an_earlier_start_that_still_runs_stops_at_its_next_save(job, bucket, ti
     assert bucket.list("step_00000002") == before
 
 
-def test_a_manifest_of_another_run_is_never_replaced(job, bucket):
+def test_a_manifest_of_an_earlier_start_that_came_late_is_replaced(job, bucket):
+    """The last request of a process that was killed may reach the service after the next one has looked."""
     one = job()
     one.restore()
     one.save(2)
-    one.saver.place.start = "0123456789ab"
-    bucket.put("writer.json", json.dumps({"start": "0123456789ab"}).encode())
-    before = bucket.get(f"step_00000002/{MANIFEST}")
-    with pytest.raises(schema.RunError, match="is there already and is another run's: give each run its own"):
+    late = bucket.get(f"step_00000002/{MANIFEST}")
+    bucket.delete([f"step_00000002/{MANIFEST}"])
+    one.close()
+    two = job()
+    assert two.restore().step == 0
+    assert bucket.create(f"step_00000002/{MANIFEST}", late)
+    two.save(2)
+    two.close()
+    assert json.loads(bucket.get(f"step_00000002/{MANIFEST}"))["start"] != json.loads(late)["start"]
+    assert job().restore().step == 2
+
+
+@pytest.mark.parametrize("when", ["create", "replace"])
+def test_a_manifest_of_a_later_start_is_never_replaced(job, bucket, tmp_path, monkeypatch, when):
+    """Whenever it comes: before ours, or just before ours would take the place of an earlier one."""
+    one = job()
+    one.restore()
+    one.save(2)
+    theirs = bucket.get(f"step_00000002/{MANIFEST}").replace(one.saver.place.start.encode(), b"0123456789ab")
+    ours = getattr(Bucket, when)
+
+    def later(self, key, data, *args):
+        if when == "create":
+            InBucket(str(bucket), tmp_path / "other", 0).claim()
+        self.put(key, theirs)
+        return ours(self, key, data, *args)
+
+    monkeypatch.setattr(Bucket, when, later)
+    with pytest.raises(schema.RunError, match=r"another run (has started there|writes s3://).*give each run its own"):
         one.save(2)
-    assert bucket.get(f"step_00000002/{MANIFEST}") == before
+    assert bucket.get(f"step_00000002/{MANIFEST}") == theirs
 
 
 def test_a_save_that_cannot_be_uploaded_is_one_line_and_the_one_before_stays(job, bucket, monkeypatch):
