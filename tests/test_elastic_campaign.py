@@ -82,6 +82,12 @@ def test_steps_may_be_taken_again_after_a_kill_alone(kinds, first, again, is_wro
     assert (repeats, bool(wrong)) == ([again], is_wrong)
 
 
+def test_a_join_while_a_kill_is_made_up_for_repeats_nothing():
+    starts = [start(0, range(1, 6), 1), start(10, range(1, 5), 1), start(20, range(5, 9), 2)]
+    events = [{"kind": "kill rank", "time": 9.0}, {"kind": "join", "time": 9.5}]
+    assert campaign.check_repeats(starts, events) == ([5, 0], [])
+
+
 def test_the_last_node_stays_and_there_is_no_fifth(tmp_path):
     life = campaign.Life(tmp_path / "life", "train_ddp", [], random.Random(0))
     for nodes, kinds in ((1, {"join", "kill rank"}), (2, set(campaign.WEIGHTS)), (4, set(campaign.WEIGHTS) - {"join"})):

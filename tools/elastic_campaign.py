@@ -247,17 +247,19 @@ def check_samples(starts: list[dict[str, Any]], batch: int, straight: dict[int, 
 
 
 def check_repeats(starts: list[dict[str, Any]], events: list[dict[str, Any]]) -> tuple[list[int], list[str]]:
-    """Of each start but the first the steps that it took again, and those that are too many for what had happened."""
-    repeats, wrong, newest = [], [], max(starts[0]["steps"])
+    """Of each start but the first the steps of the one before that it took again; those that are too many.
+
+    Not those of starts before that: what a kill has taken is made up for by one start or by several.
+    """
+    repeats, wrong = [], []
     for before, start in itertools.pairwise(starts):
-        first = min(start["steps"])
+        newest, first = max(before["steps"]), min(start["steps"])
         again = newest + 1 - first
         kinds = [event["kind"] for event in events if before["time"] <= event["time"] <= start["time"]]
         most = EVERY if any(kind in KILLS for kind in kinds) else 0
         repeats.append(again)
         if not 0 <= again <= most:
             wrong.append(f"the start at step {first} came after step {newest} and {kinds or 'nothing'}")
-        newest = max(newest, max(start["steps"]))
     return repeats, wrong
 
 
