@@ -22,14 +22,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bucket_server import serving
 from PIL import Image
 from safetensors.torch import load_file
 
+import checkpoint
 import schema
 from imagenet_dataset import build_loaders, list_images, run_sizes
-from optim import lr_at
-from runtime import preemption
+from optim import build_optimizer, lr_at
+from runtime import bucket, preemption
+from runtime.process_group import dist_session
 from runtime.session import Session
+from vit import VisionTransformer
 
 SCRIPTS = ("train_ddp", "train_fsdp2", "train_mfsdp")
 CPU_SCRIPTS = SCRIPTS[:2]  # Megatron-FSDP needs a GPU
@@ -113,6 +117,51 @@ def handlers_of_one_test():
     for handler in [handler for handler in root.handlers if handler not in before]:
         root.removeHandler(handler)
     root.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """An S3 server for this file; its address and keys are in the environment of all that the tests start."""
+    with serving(tmp_path_factory.mktemp("server")) as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        bucket._client.cache_clear()  # another file's server may have been asked before
+        yield server
+    bucket._client.cache_clear()
+
+
+class Job:
+    """A run of one rank in this process: config, session, live state, and ways to save and to restore.
+
+    It is among those in `opened` until it is closed.
+    """
+
+    def __init__(self, overrides, opened):
+        self.cfg = launch.load_config("L0_sanity", overrides, script="train_ddp")
+        self.context, self.opened = dist_session(self.cfg), opened
+        self.session = self.context.__enter__()
+        opened.append(self)
+        self.model = VisionTransformer(self.cfg.model)
+        self.model.init_weights(self.cfg.seed)
+        optimizer = build_optimizer(self.model, self.cfg, no_weight_decay=self.model.no_weight_decay())
+        self.state = checkpoint.TrainState(self.model, optimizer, {}, self.cfg.ema)
+        self.saver = None
+
+    def restore(self):
+        resumed = checkpoint.restore(self.state, self.cfg, self.session, run_sizes(self.cfg, 1))
+        self.saver = checkpoint.Saver(self.state, self.cfg, self.session, run_sizes(self.cfg, 1), resumed=resumed)
+        return resumed
+
+    def save(self, *steps, best=None):
+        for step in steps:
+            with torch.no_grad():
+                self.model.head.bias.fill_(float(step))
+            self.saver.save(step, best)
+        self.saver.wait()
+
+    def close(self):
+        self.context.__exit__(None, None, None)
+        self.opened.remove(self)
 
 
 def started_once(start):
@@ -274,6 +323,16 @@ def run_tasks(tasks, *, nproc, folder, timeout=300, strict=True):
         errors = [rank["error"] for rank in outcomes[task["name"]] if "error" in rank]
         assert task.get("may_fail") or not errors or not strict, f"{task['name']}: {errors}"
     return outcomes
+
+
+def batches(cfg, *, world_size=1, start_step=0):
+    """Images and labels of all training steps from `start_step` on, every rank's in the order of positions."""
+    loaders = [
+        loaders_of(cfg, rank=rank, world_size=world_size, start_step=start_step)[0] for rank in range(world_size)
+    ]
+    for parts in zip(*loaders, strict=True):
+        images, labels = zip(*parts, strict=True)
+        yield torch.cat(images), torch.cat(labels)
 
 
 def loaders_of(cfg, *, rank=0, world_size=1, start_step=0):

@@ -12,21 +12,10 @@ pytest.importorskip("moto")
 
 import boto3
 from botocore.stub import Stubber
-from bucket_server import serving
 
 from runtime import bucket as module
 from runtime.bucket import Bucket, BucketError, NoObjectError
 from schema import ConfigError
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server")) as server, pytest.MonkeyPatch.context() as patch:
-        for key, value in server.environment.items():
-            patch.setenv(key, value)
-        module._client.cache_clear()  # another file's server may have been asked before
-        yield server
-    module._client.cache_clear()
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 Each "node" of a run of two processes has a folder of its own: local_dir has the rank in its name.
 """
 
-import launch
-
 import argparse
 import functools
 import json
@@ -14,8 +12,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import (
+    Job,
     assert_same,
     column,
     error_of,
@@ -29,32 +27,13 @@ from safetensors.torch import load
 pytest.importorskip("boto3")
 pytest.importorskip("moto")
 
-from bucket_server import serving
-
-import checkpoint
 import doctor
 import infer
 import schema
-from imagenet_dataset import run_sizes
-from optim import build_optimizer
-from runtime import bucket as bucket_module
 from runtime.bucket import Bucket, BucketError
 from runtime.checkpoint_places import MANIFEST, InBucket, fetched, model_path, place_of, sha256
-from runtime.process_group import dist_session
-from vit import VisionTransformer
 
 WHOLE = "lr_scheduler.num_training_steps=6"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A server for this file; its address and keys are in the environment of all that the tests start."""
-    with serving(tmp_path_factory.mktemp("server")) as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment.items():
-            patch.setenv(name, value)
-        bucket_module._client.cache_clear()  # another file's server may have been asked before
-        yield server
-    bucket_module._client.cache_clear()
 
 
 @pytest.fixture
@@ -69,36 +48,14 @@ def job(tiny, tmp_path, bucket):
     """A function: overrides -> a job of one rank with an empty local folder, and ways to save and to restore."""
     opened = []
 
-    class Job:
-        def __init__(self, *overrides, local=None):
-            self.local = tmp_path / f"local{len(os.listdir(tmp_path))}" if local is None else local
-            places = [f"checkpoint.ckpt_dir={bucket}", f"checkpoint.local_dir={self.local}"]
-            self.cfg = launch.load_config("L0_sanity", [*tiny, *places, *overrides], script="train_ddp")
-            self.context = dist_session(self.cfg)
-            self.session = self.context.__enter__()
-            opened.append(self)
-            self.model = VisionTransformer(self.cfg.model)
-            self.model.init_weights(self.cfg.seed)
-            optimizer = build_optimizer(self.model, self.cfg, no_weight_decay=self.model.no_weight_decay())
-            self.state = checkpoint.TrainState(self.model, optimizer, {}, self.cfg.ema)
+    def start(*overrides, local=None):
+        local = tmp_path / f"local{len(os.listdir(tmp_path))}" if local is None else local
+        places = [f"checkpoint.ckpt_dir={bucket}", f"checkpoint.local_dir={local}"]
+        one = Job([*tiny, *places, *overrides], opened)
+        one.local = local
+        return one
 
-        def restore(self):
-            resumed = checkpoint.restore(self.state, self.cfg, self.session, run_sizes(self.cfg, 1))
-            self.saver = checkpoint.Saver(self.state, self.cfg, self.session, run_sizes(self.cfg, 1), resumed=resumed)
-            return resumed
-
-        def save(self, *steps, best=None):
-            for step in steps:
-                with torch.no_grad():
-                    self.model.head.bias.fill_(float(step))
-                self.saver.save(step, best)
-            self.saver.wait()
-
-        def close(self):
-            self.context.__exit__(None, None, None)
-            opened.remove(self)
-
-    yield Job
+    yield start
     for each in list(opened):
         each.close()
 

@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, error_of, loaders_of
+from conftest import TINY, batches, error_of, loaders_of
 from PIL import Image
 from shard_files import FORK, files_of, run_tool, simple
 
 pytest.importorskip("boto3")
 pytest.importorskip("moto")
-
-from bucket_server import serving
 
 import evaluate
 import imagenet_dataset
@@ -35,16 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork"),
 ]
 SHARDS = "s3://bucket/made"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server")) as server, pytest.MonkeyPatch.context() as patch:
-        for key, value in server.environment.items():
-            patch.setenv(key, value)
-        bucket_module._client.cache_clear()
-        yield server
-    bucket_module._client.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +65,6 @@ def config(path, cache, *overrides):
     return launch.load_config(
         "L0_sanity", [*TINY, *image, "data.num_workers=0", "output_dir=unused", *room, *overrides]
     )
-
-
-def batches(cfg, *, world_size=1, start_step=0):
-    """Images and labels of all training steps from `start_step` on, every rank's in the order of positions."""
-    loaders = [
-        loaders_of(cfg, rank=rank, world_size=world_size, start_step=start_step)[0] for rank in range(world_size)
-    ]
-    for parts in zip(*loaders, strict=True):
-        images, labels = zip(*parts, strict=True)
-        yield torch.cat(images), torch.cat(labels)
 
 
 def is_same(found, want):

@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import (
     CPU_SCRIPTS,
     ROOT,
+    Job,
     assert_same,
     column,
     error_of,
@@ -40,12 +41,9 @@ from weight_files import plant
 
 import checkpoint
 import schema
-from imagenet_dataset import run_sizes
-from optim import build_optimizer
 from runtime.checkpoint_places import Folder
 from runtime.process_group import dist_session
 from runtime.step_folders import step_folders
-from vit import VisionTransformer
 
 FEW, MANY = (1, 2), (3, 4)  # processes: with many, two cores take minutes
 WORLD_SIZES = [*FEW, *(pytest.param(size, marks=pytest.mark.slow) for size in MANY)]
@@ -202,36 +200,12 @@ def job(tiny, tmp_path):
     """A function: overrides -> a job of one rank: config, session, live state, and ways to save and to restore."""
     opened = []
 
-    class Job:
-        def __init__(self, *overrides):
-            self.cfg = launch.load_config("L0_sanity", [*tiny, *overrides], script="train_ddp")
-            self.context = dist_session(self.cfg)
-            self.session = self.context.__enter__()
-            opened.append(self)
-            self.model = VisionTransformer(self.cfg.model)
-            self.model.init_weights(self.cfg.seed)
-            optimizer = build_optimizer(self.model, self.cfg, no_weight_decay=self.model.no_weight_decay())
-            self.state = checkpoint.TrainState(self.model, optimizer, {}, self.cfg.ema)
-            self.root = tmp_path / "run/checkpoints"
-            self.saver = None
+    def start(*overrides):
+        one = Job([*tiny, *overrides], opened)
+        one.root = tmp_path / "run/checkpoints"
+        return one
 
-        def restore(self):
-            resumed = checkpoint.restore(self.state, self.cfg, self.session, run_sizes(self.cfg, 1))
-            self.saver = checkpoint.Saver(self.state, self.cfg, self.session, run_sizes(self.cfg, 1), resumed=resumed)
-            return resumed
-
-        def save(self, *steps, best=None):
-            for step in steps:
-                with torch.no_grad():
-                    self.model.head.bias.fill_(float(step))
-                self.saver.save(step, best)
-            self.saver.wait()
-
-        def close(self):
-            self.context.__exit__(None, None, None)
-            opened.remove(self)
-
-    yield Job
+    yield start
     for each in list(opened):
         each.close()
 

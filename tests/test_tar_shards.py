@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, error_of, loaders_of
+from conftest import TINY, batches, error_of, loaders_of
 from shard_files import FORK, content, keys, run_tool, sample, simple, tar_of
 from torch.utils.data import DataLoader
 
@@ -519,16 +519,6 @@ def test_two_uneven_shards_feed_any_ranks_and_workers_the_same_and_resume_anywhe
 def config(path, *overrides):
     base = [*TINY, "data.source=webdataset", f"data.path={path}", "data.num_workers=0", "data.shard_streams=5"]
     return launch.load_config("L0_sanity", [*base, *overrides, "output_dir=unused"], script="train_ddp")
-
-
-def batches(cfg, *, world_size=1, start_step=0):
-    """Images and labels of all training steps from `start_step` on, every rank's in the order of positions."""
-    loaders = [
-        loaders_of(cfg, rank=rank, world_size=world_size, start_step=start_step)[0] for rank in range(world_size)
-    ]
-    for parts in zip(*loaders, strict=True):
-        images, labels = zip(*parts, strict=True)
-        yield torch.cat(images), torch.cat(labels)
 
 
 def test_training_stream_is_the_same_for_any_workers_ranks_and_resume(made_shards):
