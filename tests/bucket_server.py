@@ -112,9 +112,10 @@ def end(connection: socket.socket) -> list[bytes]:
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A server that runs."""
+    """A server that runs, in a process of this number."""
 
     address: str
+    process: int
 
     @property
     def environment(self) -> dict[str, str]:
@@ -141,7 +142,7 @@ def serving(folder: Path) -> Iterator[Server]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         assert process.stdout is not None
-        yield Server(process.stdout.readline().strip())
+        yield Server(process.stdout.readline().strip(), process.pid)
     finally:
         process.kill()
         process.wait()
