@@ -12,9 +12,12 @@ store) is a process of its own. Events come at random moments, some while the on
 
 Each rank notes the samples of every step that it takes. Afterwards the samples of the steps that count must be those of
 the stream, each once; after joins and leaves alone no step may have been taken twice, after a kill at most those of a
-save interval. From each checkpoint from which a start went on, a lone process takes that start's steps again: their
-losses must agree to 1e-6. (Over a whole run they cannot: sums over ranks are added up in another order, and the
-difference grows, as between any two numbers of ranks.) How far the last weights are from a lone process's is reported.
+save interval. Where torchruns end by themselves, having waited 60 s for what a node that has left was to say, all of
+them are started again, as a scheduler would; that is counted, and is no event.
+
+From each checkpoint from which a start went on, a lone process takes that start's steps again: their losses must agree
+to 1e-6. (Over a whole run they cannot: sums over ranks are added up in another order, and the difference grows, as
+between any two numbers of ranks.) How far the last weights are from a lone process's is reported.
 
 torchrun is as a user starts it, but for the start of its ranks: they are forks of a process that has imported torch.
 """
@@ -32,6 +35,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -60,6 +64,8 @@ NODES, EVERY = 4, 10  # at most; steps between saves
 PAUSE_S = 0.04  # of a rank after each step: events shall hit runs of tens of steps, not of thousands
 WEIGHTS = {"join": 35, "leave": 25, "kill node": 20, "kill rank": 20}
 KILLS = ("kill node", "kill rank")
+OVER = "torchruns ended by themselves"
+WAITED_IN_VAIN = "wait timeout after 60000ms"  # for ranks or an address, from a node that left just after a rendezvous
 TOLERANCE = 1e-6
 # A run of steps that does not end: the last start of a life is told where.
 LONG = ["num_train_steps=1000000", "lr_scheduler.num_training_steps=20000"]
@@ -142,7 +148,7 @@ class Forked:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def wait(self, timeout: float) -> int | None:
+    def wait(self, timeout: float = math.inf) -> int | None:
         """Its exit code; None if it has not ended by then."""
         deadline = time.monotonic() + timeout
         while self.poll() is None and time.monotonic() < deadline:
@@ -150,8 +156,8 @@ class Forked:
         return self.returncode
 
 
-def as_node(folder: Path, port: int, script: str, overrides: list[str]) -> None:
-    """A torchrun of one rank."""
+def as_node(folder: Path, port: int, meeting: str, script: str, overrides: list[str]) -> None:
+    """A torchrun of one rank; those of one `meeting` find each other."""
     os.setsid()
     sys.stdout = sys.stderr = open(folder / "log.txt", "a", buffering=1)  # noqa: SIM115
     os.dup2(sys.stdout.fileno(), 1)
@@ -169,7 +175,7 @@ def as_node(folder: Path, port: int, script: str, overrides: list[str]) -> None:
     torchrun.main(
         [
             *("--nnodes", f"1:{NODES}", "--nproc-per-node", "1", "--max-restarts", "10000"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "campaign"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", meeting),
             *("--rdzv-conf", patience, f"{script}.py"),
         ]
     )
@@ -280,6 +286,7 @@ class Life:
         self.folder, self.script, self.overrides, self.rng = folder, script, overrides, rng
         self.nodes: list[Any] = []
         self.events: list[dict[str, Any]] = []
+        self.meetings, self.waited = 1, 0
 
     @contextlib.contextmanager
     def meeting_place(self) -> Iterator[None]:
@@ -298,7 +305,7 @@ class Life:
 
     def join(self, *more: str) -> None:
         """One more node."""
-        arguments = (self.folder, self.port, self.script, [*self.overrides, *more])
+        arguments = (self.folder, self.port, f"campaign-{self.meetings}", self.script, [*self.overrides, *more])
         node = FORK.Process(target=as_node, args=arguments)
         node.start()
         self.nodes.append(node)
@@ -307,6 +314,14 @@ class Life:
         with contextlib.suppress(OSError):
             return [int(pid) for pid in Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()]
         return []
+
+    def _leave(self, nodes: list[Any]) -> None:
+        for node in nodes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(node.pid, signal.SIGTERM)
+        for node in nodes:
+            node.join(90)
+            self._kill(node)
 
     def _kill(self, node: Any) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -329,9 +344,9 @@ class Life:
         else:
             node = self.nodes.pop(self.rng.randrange(len(self.nodes)))
             if kind == "leave":
-                os.kill(node.pid, signal.SIGTERM)
-                node.join(90)
-            self._kill(node)
+                self._leave([node])
+            else:
+                self._kill(node)
         self.events.append(event)
 
     def draw(self) -> str:
@@ -363,13 +378,33 @@ class Life:
         """
         deadline, wanted, seen = time.monotonic() + timeout_s, None, None
         while wanted is None or self.lines() < wanted:
-            gone = [node.exitcode for node in self.nodes if node.exitcode is not None]
-            assert not gone, f"a torchrun ended with {gone}: {self.log()}"
+            if any(node.exitcode is not None for node in self.nodes):
+                self.start_over()
+                wanted = None
             assert time.monotonic() < deadline, f"no step for {timeout_s} s, {len(self.nodes)} nodes: {self.log()}"
             ranks = [self._ranks(node) for node in self.nodes]
             if not all(ranks) or ranks != seen:  # another start: its steps count from its first one on
                 wanted, seen = (self.lines() + steps, ranks) if all(ranks) else (None, None)
             time.sleep(0.05)
+
+    def start_over(self) -> None:
+        """What a scheduler does where torchruns ended by themselves: end the others too, and start as many anew.
+
+        Raises:
+            AssertionError: it was not for having waited in vain for a node that had left, which is torchrun's own.
+        """
+        codes = [node.exitcode for node in self.nodes]
+        assert self._waits_in_vain() > self.waited, f"torchruns ended with {codes}: {self.log()}"
+        self.events.append({"kind": OVER, "time": time.time(), "nodes": len(codes), "step": self.newest_step()})
+        self._leave(self.nodes)
+        self.waited = self._waits_in_vain()
+        self.meetings += 1  # torchrun has closed the other one
+        self.nodes = []
+        for _ in codes:
+            self.join()
+
+    def _waits_in_vain(self) -> int:
+        return (self.folder / "log.txt").read_text().count(WAITED_IN_VAIN)
 
     def log(self) -> str:
         """The last that the nodes said."""
@@ -377,14 +412,11 @@ class Life:
 
     def end(self) -> int:
         """All nodes leave; two new ones take some more steps and finish the run. Returns its last step."""
-        for node in self.nodes:
-            os.kill(node.pid, signal.SIGTERM)
-        for node in self.nodes:
-            node.join(90)
-            self._kill(node)
+        self._leave(self.nodes)
         self.nodes.clear()
         self.events.append({"kind": "leave", "time": time.time(), "nodes": 0, "step": self.newest_step()})
         last = self.newest_step() + 20
+        self.meetings += 1
         for _ in range(2):
             self.join(f"num_train_steps={last}")
         for node in self.nodes:
@@ -436,6 +468,7 @@ def verdict(life: Life, last: int) -> dict[str, Any]:
         "steps": last,
         "starts": len(starts),
         "starts_by_ranks": dict(sorted(collections.Counter(start["ranks"] for start in starts).items())),
+        "started_over": sum(event["kind"] == OVER for event in life.events),
         "samples": last * batch,
         "steps_taken_again": {"most": max(repeats), "in_all": sum(repeats)},
         "losses_compared": len(worst),
