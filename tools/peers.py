@@ -121,7 +121,7 @@ def config(size: str, depth: int | None, *overrides: str, script: str = "train_d
     base += ["num_train_steps=1", "lr_scheduler.num_warmup_epochs=null", "lr_scheduler.num_warmup_steps=5"]
     base += [f"evaluation.every_n_{unit}=null" for unit in ("steps", "epochs")]
     base += [f"checkpoint.save_every_n_{unit}=null" for unit in ("steps", "epochs")]
-    base += ["checkpoint.ckpt_dir=null", f"data.num_workers={max(1, (os.cpu_count() or 1) - 4)}"]
+    base += ["checkpoint.ckpt_dir=null", f"data.num_workers={max(1, len(os.sched_getaffinity(0)) - 4)}"]
     base += [] if depth is None else [f"model.depth={depth}"]
     return launch.load_config("vit_base_patch16_224", [*base, *overrides], script=script)
 
