@@ -58,9 +58,6 @@ def main(cfg: Config) -> dict[str, float]:
             zero_dp_strategy=cfg.mfsdp.zero_dp_strategy,
             outer_dp_sharding_strategy=cfg.mfsdp.outer_dp_sharding_strategy,
             init_model_with_meta_device=sharded_weights,
-            # Otherwise a shard group of one rank leaves out the division by the number of ranks (seen with 0.6.1:
-            # gradients twice DDP's with dp_outer=2 on two GPUs; NVIDIA/Megatron-LM#6660).
-            average_in_collective=True,
             cuda_graph_mode=cfg.cuda_graphs,  # zero_grad leaves the gradients where a replay writes them
             mixed_precision_policy=MixedPrecisionPolicy(
                 main_params_dtype=torch.float32, main_grads_dtype=torch.float32
