@@ -232,14 +232,12 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
                     "and checkpoints would lose the rest; use train_fsdp2.py"
                 )
         _refuse_later_options(cfg, "in train_mfsdp.py: not seen to work there; use train_fsdp2.py")
-        if outer > 1 and shard == 1 and (microbatches := split_batch(cfg, world_size).accumulation) > 1:
-            # Reported in Megatron-LM#6660, repaired by #6773, which 0.6.1 does not have. One rank in all is fine
-            # (tests/test_gpu.py). To be lifted once gradients with replicas were seen to equal DDP's on GPUs.
+        if outer > 1 and shard == 1:
+            # Seen with 0.6.1: gradients of two replicas, each one rank, are twice DDP's (tests/test_gpu.py compares
+            # them). By its code the division by the number of ranks is left to the reduction inside a shard group.
             raise ConfigError(
-                f"distributed.dp_outer={outer} with one rank a shard and {microbatches} microbatches a step: "
-                "Megatron-FSDP may scale gradients once too often there (NVIDIA/Megatron-LM#6660); set "
-                f"distributed.dp_outer=null, micro_batch_size={cfg.global_batch_size // world_size}, or use "
-                "train_fsdp2.py"
+                f"distributed.dp_outer={outer} with one rank a shard: Megatron-FSDP multiplies gradients by {outer} "
+                "there (like NVIDIA/Megatron-LM#6660); set distributed.dp_outer=null, or use train_fsdp2.py"
             )
         if not torch.cuda.is_available():
             raise ConfigError(

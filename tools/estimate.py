@@ -63,6 +63,7 @@ RATES: dict[str, dict[int, tuple[float, float, str, str]]] = {
         768: (3984.0, 105.4, *LEVERS),
         1024: (1253.8, 369.6, *STEP_B_L),
         1280: (438.0, 1004.0, "step_h200_h14.json", "429da998660a"),
+        5120: (26.23, 20868.0, "train_10b_h200x1.json", "d301d54"),  # with all that it recomputes
     },
     "te": {768: (4165.0, 105.4, *LEVERS), 1024: (1353.0, 369.6, *LEVERS), 1280: (473.0, 1004.0, *LEVERS)},
     "fp8": {768: (5148.0, 105.4, *LEVERS), 1024: (1743.0, 369.6, *LEVERS), 1280: (634.0, 1004.0, *LEVERS)},
