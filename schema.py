@@ -78,9 +78,21 @@ LATER_OPTIONS: dict[str, Any] = {
     "attn_pool_mlp_ratio": None,
     "norm_layer": "layernorm",
     "distilled": False,
+    "block_fn": "Block",
+    "attn_layer": "attn",
+    "rel_pos_type": None,
+    "rel_pos_dim": None,
+    "shared_rel_pos": False,
 }
 EVA_ONLY = ("qkv_fused", "num_kv_heads", "attn_only_layer_scale", "swiglu_align_to")
 EVA_ONLY += ("attn_pool_num_heads", "attn_pool_mlp_ratio")
+PARALLEL = ("ParallelScalingBlock", "DiffParallelScalingBlock")  # attention and MLP of one norm, added as one
+# What timm's VisionTransformerRelPos has no place for -> the value to be without.
+WITH_REL_POS: dict[str, Any] = {"pos_embed": "none", "mlp_layer": "mlp", "attn_layer": "attn", "act_layer": "gelu"}
+WITH_REL_POS |= {"reg_tokens": 0, "proj_bias": True, "pre_norm": False, "final_norm": True, "distilled": False}
+WITH_REL_POS |= {"scale_mlp_norm": False, "scale_attn_norm": False, "dynamic_img_size": False}
+WITH_REL_POS |= {"pos_drop_rate": 0.0, "patch_drop_rate": 0.0}
+REL_POS = ("rel_pos_type", "rel_pos_dim", "shared_rel_pos")
 ROPE_ONLY = ("rope_temperature", "rope_rotate_half", "rope_grid_indexing", "rope_grid_offset", "ref_feat_shape")
 
 
@@ -109,6 +121,12 @@ class ModelConfig:
     """Number of blocks."""
     num_heads: PositiveInt
     """Attention heads of a block; divides embed_dim."""
+    block_fn: Literal[
+        "Block", "ResPostBlock", "ParallelThingsBlock", "ParallelScalingBlock", "DiffParallelScalingBlock"
+    ]
+    """timm's: Block | ResPostBlock (norms after the branches) | ParallelThingsBlock (two attentions, then two MLPs,
+    side by side) | ParallelScalingBlock (MLP beside attention, after one norm) | DiffParallelScalingBlock (with
+    differential attention)."""
     mlp_ratio: PositiveFloat
     """Width of the MLP's hidden layer over embed_dim; of glu without rope_type both halves, as in timm."""
     mlp_layer: Literal["mlp", "glu", "swiglu"]
@@ -119,6 +137,8 @@ class ModelConfig:
     """A norm inside the MLP, before its last matrix."""
     scale_attn_norm: bool
     """A norm inside the attention, before its output projection."""
+    attn_layer: Literal["attn", "diff"]
+    """attn | diff (differential: one attention minus a trained share of another, each with half of a head)."""
     attn_type: Literal["rope", "eva"]
     """rope (timm's Attention, or AttentionRope with rope_type) | eva (timm's EvaAttention: keys without a bias)."""
     qkv_bias: bool
@@ -132,7 +152,7 @@ class ModelConfig:
     qk_norm: bool
     """Normalise queries and keys."""
     init_values: PositiveFloat | None
-    """First value of LayerScale; null = no LayerScale."""
+    """First value of LayerScale, with ResPostBlock of its norms; null = no LayerScale."""
     attn_only_layer_scale: bool
     """LayerScale after the attention alone (with rope_type)."""
     class_token: bool
@@ -181,6 +201,13 @@ class ModelConfig:
     """Rotary positions, cat and dinov3: is added to rows and columns."""
     ref_feat_shape: Size | None
     """Rotary positions, cat: rows and columns of patches that positions are scaled to; null = as they are."""
+    rel_pos_type: Literal["mlp", "bias"] | None
+    """Relative positions, added to attention's logits, in timm's VisionTransformerRelPos: mlp (of the distance, drops
+    an eighth of its units in training) | bias (a table of distances); null = none."""
+    rel_pos_dim: PositiveInt | None
+    """Relative positions, mlp: its hidden width; null = 128."""
+    shared_rel_pos: bool
+    """Relative positions: one for all blocks instead of one a block."""
     attn_pool_num_heads: PositiveInt | None
     """Heads of the attention pooling, with rope_type; null = num_heads."""
     attn_pool_mlp_ratio: PositiveFloat | None
@@ -224,6 +251,15 @@ class ModelConfig:
     def is_eva(self) -> bool:
         """Blocks, names and first weights are those of timm's Eva, not of its VisionTransformer."""
         return self.rope_type is not None or self.attn_type == "eva"
+
+    @property
+    def has_own_block(self) -> bool:
+        """Blocks are `vit.Block`, or TransformerEngine's like it, and not other ones of timm's."""
+        return not self.is_eva and (self.block_fn, self.attn_layer, self.rel_pos_type) == ("Block", "attn", None)
+
+    def num_branches(self) -> int:
+        """Residual branches of a block, of which stochastic depth leaves out some."""
+        return 1 if self.block_fn in PARALLEL else 4 if self.block_fn == "ParallelThingsBlock" else 2
 
     def norms_after_pooling(self) -> bool:
         """The last norm, if there is one, is after the pooling."""
@@ -286,6 +322,7 @@ class ModelConfig:
                 f"model.rope_type={self.rope_type} with heads of {head} channels (model.embed_dim / model.num_heads): "
                 "use a multiple of 4"
             )
+        self._check_blocks()
         kv_heads = self.kv_heads()
         if len(kv_heads) != self.depth or any(self.num_heads % heads for heads in kv_heads):
             raise ConfigError(
@@ -296,6 +333,38 @@ class ModelConfig:
         if self.embed_dim % pool_heads:
             raise ConfigError(
                 f"model.attn_pool_num_heads={pool_heads} does not divide model.embed_dim={self.embed_dim}"
+            )
+
+    def _check_blocks(self) -> None:
+        """Refuse, by name, what timm's other blocks, its VisionTransformerRelPos and its DiffAttention have not."""
+        block, norms_after = f"with model.block_fn={self.block_fn}", self.block_fn == "ResPostBlock"
+        is_other, is_diff = self.block_fn != "Block" and not self.is_eva, self.attn_layer == "diff"
+        in_eva: dict[str, Any] = {"rel_pos_type": None, "attn_layer": "attn"}
+        in_eva |= {} if norms_after else {"block_fn": "Block"}
+        limits: tuple[tuple[bool, str, dict[str, Any]], ...] = (
+            (self.rel_pos_type is not None, f"with model.rel_pos_type={self.rel_pos_type}", WITH_REL_POS),
+            (self.is_eva, "in timm's Eva", in_eva),
+            (self.is_eva and norms_after, block, {"qk_norm": False, "num_kv_heads": None, "init_values": None}),
+            (
+                self.block_fn in PARALLEL,
+                block,
+                {"scale_mlp_norm": False, "scale_attn_norm": False, "attn_layer": "attn"},
+            ),
+            (is_other, block, {"mlp_layer": "mlp", "distilled": False}),
+            (is_diff, "with model.attn_layer=diff", {"mlp_layer": "mlp", "distilled": False}),
+        )
+        for key, value, where in ((k, v, where) for applies, where, all in limits if applies for k, v in all.items()):
+            if getattr(self, key) != value:
+                raise ConfigError(f"model.{key}={_text(getattr(self, key))} {where}: set model.{key}={_text(value)}")
+        if self.rel_pos_type and (self.block_fn not in ("Block", "ResPostBlock") or self.global_pool == "map"):
+            key, fix = ("global_pool", "avg") if self.global_pool == "map" else ("block_fn", "Block or ResPostBlock")
+            where = f"with model.rel_pos_type={self.rel_pos_type}"
+            raise ConfigError(f"model.{key}={getattr(self, key)} {where}: set model.{key}={fix}")
+        if (is_diff or self.block_fn == "DiffParallelScalingBlock") and self.embed_dim // self.num_heads % 2:
+            given = block if self.block_fn == "DiffParallelScalingBlock" else "with model.attn_layer=diff"
+            raise ConfigError(
+                f"model.num_heads={self.num_heads} gives heads of {self.embed_dim // self.num_heads} channels {given}, "
+                "which halves them: use another"
             )
 
     def __post_init__(self) -> None:
@@ -1053,6 +1122,11 @@ class Config:
                 f"activation_checkpointing={json.dumps(self.activation_checkpointing)} with model.freeze=backbone: the "
                 "blocks have no backward pass; set activation_checkpointing=false"
             )
+        if self.activation_checkpointing == "selective" and self.model.num_branches() != 2:
+            raise ConfigError(
+                f"activation_checkpointing=selective with model.block_fn={self.model.block_fn}, which has not one MLP "
+                "by itself: set true or false"
+            )
         if self.fsdp2.gathered_blocks > self.model.depth:
             raise ConfigError(
                 f"fsdp2.gathered_blocks={self.fsdp2.gathered_blocks} is more than model.depth={self.model.depth}: "
@@ -1119,6 +1193,17 @@ class Config:
             )
 
 
+# model.block_fn -> a model of timm's that has it.
+ARCHITECTURES = {
+    "Block": "vit_dwee_patch16_reg1_gap_256",  # asked for with differential attention
+    "ResPostBlock": "vit_base_patch16_rpn_224",
+    "ParallelThingsBlock": "vit_base_patch16_18x2_224",
+    "ParallelScalingBlock": "vit_base_patch16_xp_224",
+    "DiffParallelScalingBlock": "vit_dpwee_patch16_reg1_gap_256",
+}
+RELATIVE_ARCHITECTURES = {"Block": "vit_relpos_base_patch16_224", "ResPostBlock": "vit_relpos_base_patch16_rpn_224"}
+
+
 def timm_architecture(model: Mapping[str, Any]) -> str | None:
     """The model of timm's that has what no argument of timm's tells: the class, the norm, a gated MLP; None: none has.
 
@@ -1127,10 +1212,17 @@ def timm_architecture(model: Mapping[str, Any]) -> str | None:
     """
     is_eva = model["rope_type"] is not None or model["attn_type"] == "eva"
     norm, eps = model["norm_layer"], model["norm_eps"]
+    if model["rel_pos_type"] is not None:
+        architecture = RELATIVE_ARCHITECTURES[model["block_fn"]]
+        return architecture if (norm, eps) == ("layernorm", 1e-6) else None
+    if not is_eva and (model["block_fn"] != "Block" or model["attn_layer"] == "diff"):
+        return ARCHITECTURES[model["block_fn"]] if eps == 1e-6 else None
     if model["distilled"]:
         is_timms = (norm, eps, model["mlp_layer"]) == ("layernorm", 1e-6, "mlp")
         return "deit_base_distilled_patch16_224" if is_timms else None
     if is_eva:
+        if model["block_fn"] == "ResPostBlock":
+            return "eva02_enormous_patch14_clip_224" if (norm, eps) == ("layernorm", 1e-6) else None
         known = {("layernorm", 1e-6): "eva02_base_patch14_224", ("layernorm", 1e-5): "vit_base_patch16_dinov3"}
         return (known | {("rmsnorm", 1e-6): "vit_base_patch16_sapiens2"}).get((norm, eps))
     if model["mlp_layer"] == "glu":
@@ -1225,6 +1317,11 @@ def idle_keys(cfg: Config, script: str) -> dict[str, tuple[str, str]]:
     model = cfg.model
     if model.rope_type is None:
         idle("model", " ".join(ROPE_ONLY), "with model.rope_type=null", "give model.rope_type")
+    if model.rel_pos_type != "mlp":
+        rel_pos = f"with model.rel_pos_type={_text(model.rel_pos_type)}"
+        idle("model", "rel_pos_dim", rel_pos, "use model.rel_pos_type=mlp")
+    if model.rel_pos_type is None:
+        idle("model", "shared_rel_pos", "with model.rel_pos_type=null", "give model.rel_pos_type")
     if model.rope_type != "cat":
         idle("model", "ref_feat_shape", f"with model.rope_type={model.rope_type}", "use model.rope_type=cat")
     if model.rope_type == "mixed":

@@ -22,11 +22,15 @@ from timm.layers import (
     PatchDropout,
     PatchDropoutWithIndices,
     PatchEmbed,
+    RelPosBias,
+    RelPosMlp,
+    RmsNorm,
     apply_keep_indices_nlc,
     create_rope_embed,
     get_act_layer,
     resample_abs_pos_embed,
 )
+from timm.layers import DiffAttention as TimmDiffAttention
 from timm.layers import LayerScale as TimmLayerScale
 from timm.layers.pos_embed_sincos import init_random_2d_freqs
 from torch import nn
@@ -123,18 +127,129 @@ class Block(nn.Module):
         )
         self.ls2 = scale()
 
-    def forward(self, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        """(B, N, D) -> (B, N, D); `keep` (2, B, 1, 1) as in `VisionTransformer.drop_path`."""
-        x = x + scaled(self.ls1(self.attn(self.norm1(x))), keep, 0)
+    def forward(self, x: torch.Tensor, keep: torch.Tensor | None = None, *positions: torch.Tensor) -> torch.Tensor:
+        """(B, N, D) -> (B, N, D); `keep` (2, B, 1, 1) as in `VisionTransformer.drop_path`.
+
+        `positions` are for `timm_block`: what all blocks have in common of relative ones.
+        """
+        x = x + scaled(self.ls1(self.attn(self.norm1(x), *positions)), keep, 0)
         return x + scaled(self.ls2(self.mlp(self.norm2(x))), keep, 1)
 
 
-@functools.cache
-def eva_block() -> Callable[[ModelConfig, int], nn.Module]:
-    """The class `EvaBlock`; made when it is asked for, as timm's own comes with all of timm, a second of a start."""
-    from timm.models.eva import EvaBlock as TimmEvaBlock
+class _LambdaInBuffer(nn.Module):
+    """Differential attention, its first share a tensor: for a number torch.compile would compile each block anew."""
 
-    class EvaBlock(TimmEvaBlock):
+    def set_lambda_init(self, depth: int) -> None:
+        """Of the block at this place."""
+        cast(Any, super()).set_lambda_init(depth)
+        self.first_share: float = self.__dict__.pop("lambda_init")
+        self.register_buffer("lambda_init", torch.tensor(self.first_share), persistent=False)
+
+    def init_non_persistent_buffers(self) -> None:
+        """After a build on the meta device."""
+        cast(torch.Tensor, self.lambda_init).fill_(self.first_share)
+
+
+class DiffAttention(_LambdaInBuffer, TimmDiffAttention):
+    """timm's (Differential Transformer, arXiv 2410.05258)."""
+
+
+class _DropPath(nn.Module):
+    """Stochastic depth in the place of timm's, by the factors that the block was called with."""
+
+    keep: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return scaled(x, self.keep, 0)
+
+
+def _norms_after(self: Any, x: torch.Tensor, keep: torch.Tensor | None = None, *positions: Any) -> torch.Tensor:
+    """`Block.forward` of timm's ResPostBlock and of its kin."""
+    x = x + scaled(self.norm1(self.attn(x, *positions)).to(x.dtype), keep, 0)  # autocast norms in FP32
+    return x + scaled(self.norm2(self.mlp(x)).to(x.dtype), keep, 1)
+
+
+def _side_by_side(self: Any, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+    """`Block.forward` of timm's ParallelThingsBlock: its attentions' branches, then its MLPs'."""
+    x = x + torch.stack([scaled(attn(x), keep, i) for i, attn in enumerate(self.attns)]).sum(dim=0)
+    return x + torch.stack([scaled(ffn(x), keep, i) for i, ffn in enumerate(self.ffns, len(self.attns))]).sum(dim=0)
+
+
+@functools.cache
+def _block_class(name: str, *, is_relative: bool) -> type[nn.Module]:
+    """Timm's class of a `ModelConfig.block_fn`, called as `Block`; imported late, as in `eva_block`."""
+    from timm.models import vision_transformer, vision_transformer_relpos
+
+    if is_relative:
+        base = getattr(vision_transformer_relpos, name.replace("Block", "RelPosBlock"))
+    else:
+        base = getattr(vision_transformer, name)
+
+    def one_branch(self: Any, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+        self.drop_path.keep = keep
+        return base.forward(self, x)
+
+    forward = {"Block": Block.forward, "ResPostBlock": _norms_after, "ParallelThingsBlock": _side_by_side}
+    bases = (_LambdaInBuffer, base) if name.startswith("Diff") else (base,)
+    return type(name, bases, {"forward": forward.get(name, one_branch)})
+
+
+def timm_block(cfg: ModelConfig, place: int) -> nn.Module:
+    """One of timm's other blocks, or its `Block` with another attention, the `place`-th; called as `Block`."""
+    arguments: dict[str, Any] = {
+        "mlp_ratio": cfg.mlp_ratio,
+        "qkv_bias": cfg.qkv_bias,
+        "qk_norm": cfg.qk_norm,
+        "init_values": cfg.init_values,
+        "proj_drop": cfg.proj_drop_rate,
+        "attn_drop": cfg.attn_drop_rate,
+        "act_layer": act_layer(cfg),
+        "norm_layer": norm_layer(cfg),
+    }
+    if cfg.rel_pos_type:
+        arguments["rel_pos_cls"] = None if cfg.shared_rel_pos else lambda **_: relative_positions(cfg)
+    else:
+        arguments |= {
+            "scale_attn_norm": cfg.scale_attn_norm,
+            "scale_mlp_norm": cfg.scale_mlp_norm,
+            "proj_bias": cfg.proj_bias,
+            "attn_layer": DiffAttention if cfg.attn_layer == "diff" else Attention,
+            "depth": place,
+        }
+    block = _block_class(cfg.block_fn, is_relative=cfg.rel_pos_type is not None)(
+        cfg.embed_dim, cfg.num_heads, **arguments
+    )
+    if cfg.num_branches() == 1:
+        block.drop_path = _DropPath()
+    for module in block.modules():
+        if isinstance(module, TimmLayerScale):
+            module.__class__ = LayerScale
+    return block
+
+
+def relative_positions(cfg: ModelConfig) -> nn.Module:
+    """What to add to attention's logits, timm's module, whose `get_bias` gives (1, heads, N, N)."""
+    sizes: dict[str, Any] = {"num_heads": cfg.num_heads, "prefix_tokens": int(cfg.class_token)}
+    if cfg.rel_pos_type == "bias":
+        return RelPosBias(cfg.grid_size(), **sizes)
+    sizes |= {"hidden_dim": cfg.rel_pos_dim} if cfg.rel_pos_dim else {}
+    positions = RelPosMlp(cfg.grid_size(), **sizes)
+    # Distances are a buffer, which FSDP2 leaves in FP32, and a linear layer in BF16 takes no FP32 input.
+    positions.mlp.register_forward_pre_hook(lambda mlp, given: given[0].to(cast(Any, mlp).fc1.weight.dtype))
+    return positions
+
+
+@functools.cache
+def eva_block(*, norms_after: bool = False) -> Callable[[ModelConfig, int], nn.Module]:
+    """The class `EvaBlock`, its norms before the branches or after them.
+
+    Made when it is asked for, as timm's own comes with all of timm, a second of a start.
+    """
+    from timm.models import eva
+
+    base: Any = eva.EvaBlockPostNorm if norms_after else eva.EvaBlock
+
+    class EvaBlock(base):
         """`Block` as timm's Eva has it: rotary positions, the attention and MLP that go with them, its names."""
 
         def __init__(self, cfg: ModelConfig, num_kv_heads: int) -> None:
@@ -167,6 +282,8 @@ def eva_block() -> Callable[[ModelConfig, int], nn.Module]:
             self, x: torch.Tensor, keep: torch.Tensor | None = None, rope: torch.Tensor | None = None
         ) -> torch.Tensor:
             """(B, N, D) -> (B, N, D); `keep` as `Block` has it, `rope` of `VisionTransformer.rotary`."""
+            if norms_after:
+                return _norms_after(self, x, keep, rope)
             x = x + scaled(times(self.attn(self.norm1(x), rope=rope), self.gamma_1), keep, 0)
             return x + scaled(times(self.mlp(self.norm2(x)), self.gamma_2), keep, 1)
 
@@ -209,7 +326,8 @@ class TrainableModel(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Timm's names of the tensors of two or more dimensions that are not weights of a matrix product."""
         tokens = {"pos_embed", "cls_token", "dist_token", "reg_token", "attn_pool.latent", "rope.freqs"}
-        return tokens & {timm_name(name) for name, _ in self.named_parameters()}
+        names = {timm_name(name) for name, _ in self.named_parameters()}
+        return names & tokens | {name for name in names if name.endswith("relative_position_bias_table")}
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: torch.device | None = None) -> None:
@@ -228,7 +346,7 @@ class TrainableModel(nn.Module):
                 _initialize(module, [(name, whole)], generator)
                 if full_name == "head.bias":
                     whole.fill_(self.cfg.init_head_bias)
-                _initialize_by_place(self.cfg, full_name, whole, generator)
+                _initialize_by_place(self.cfg, module, full_name, whole, generator)
                 to_local(parameter).copy_(local_slice(whole, parameter))
             if hasattr(module, "init_non_persistent_buffers"):  # timm's name; in no checkpoint
                 for name, buffer in module.named_buffers(recurse=False):
@@ -242,6 +360,7 @@ class TrainableModel(nn.Module):
         tokens = cfg.num_tokens()
         attention = cfg.embed_dim**2 * sum(2 + 2 * heads / cfg.num_heads for heads in cfg.kv_heads())
         blocks = tokens * (attention + cfg.depth * (cfg.mlp_weights() + 2 * tokens * cfg.embed_dim))
+        blocks *= max(1, cfg.num_branches() // 2)  # ParallelThingsBlock has two of each
         embed = patches * cfg.embed_dim * cfg.in_chans * math.prod(pair(cfg.patch_size))
         pool = 2 * tokens * cfg.embed_dim**2 if cfg.global_pool == "map" else 0
         hidden = cfg.representation_size
@@ -292,13 +411,14 @@ class VisionTransformer(TrainableModel):
             else nn.Identity()
         )
         self.rope = rotary_embedding(cfg) if cfg.rope_type == "mixed" else None
+        self.shared_rel_pos = relative_positions(cfg) if cfg.shared_rel_pos else None
         self.register_buffer("rope_table", None, persistent=False)
         self.norm_pre = norm(width) if cfg.pre_norm else nn.Identity()
-        blocks = (
-            (eva_block()(cfg, heads) for heads in cfg.kv_heads())
-            if cfg.is_eva
-            else (block(cfg) for _ in range(cfg.depth))
-        )
+        if cfg.is_eva:
+            eva = eva_block(norms_after=cfg.block_fn == "ResPostBlock")
+            blocks = [eva(cfg, heads) for heads in cfg.kv_heads()]
+        else:
+            blocks = [block(cfg) if cfg.has_own_block else timm_block(cfg, place) for place in range(cfg.depth)]
         self.blocks = nn.Sequential(*blocks)
         self.norm = norm(width) if cfg.final_norm and not use_fc_norm else nn.Identity()
         self.attn_pool = (
@@ -344,11 +464,13 @@ class VisionTransformer(TrainableModel):
         rows, columns = (side // patch for side, patch in zip(x.shape[2:], pair(self.cfg.patch_size), strict=True))
         x = self.patch_embed(x)  # B C Y X -> B N D
         x = self.pos_drop(self._add_tokens(x, (rows, columns)))
-        x, ropes = self._drop_patches(x, self.rotary((rows, columns)))
+        x, positions = self._drop_patches(x, self.rotary((rows, columns)))
+        if self.shared_rel_pos is not None:
+            positions = [cast(Any, self.shared_rel_pos).get_bias()] * len(self.blocks)
         x = self.norm_pre(x).to(x.dtype)  # autocast norms in FP32, and an FP32 stream would stay one
         drops = self.training and self.cfg.drop_path_rate > 0
         keeps = self.drop_path(len(x), x.device) if drops else [None] * len(self.blocks)
-        extras = ((keep,) for keep in keeps) if ropes is None else zip(keeps, ropes, strict=True)
+        extras = ((keep,) for keep in keeps) if positions is None else zip(keeps, positions, strict=True)
         x = self.run_blocks(x, extras, is_first_microbatch)
         x = self.norm(x)
         if self.head_dist is not None:
@@ -364,7 +486,7 @@ class VisionTransformer(TrainableModel):
     def run_blocks(
         self, x: torch.Tensor, extras: Iterable[tuple[torch.Tensor | None, ...]], is_first_microbatch: bool | None
     ) -> torch.Tensor:
-        """(B, N, D) -> (B, N, D); `extras` of each block: its row of `drop_path`, or None, and rotary positions."""
+        """(B, N, D) -> (B, N, D); `extras` of each block: its row of `drop_path`, or None, and positions, if any."""
         for block, extra in zip(self.blocks, extras, strict=True):
             x = block(x, *extra)
         return x
@@ -395,7 +517,7 @@ class VisionTransformer(TrainableModel):
         return x, list(rope) if is_trained else [rope] * len(self.blocks)
 
     def drop_path(self, batch_size: int, device: torch.device) -> torch.Tensor:
-        """Factors of the residual branches (depth, 2, B, 1, 1): 0 for the images that lose one, else 1 / (1 - rate).
+        """Factors of the residual branches (depth, branches, B, 1, 1): 0 for who loses one, else 1 / (1 - rate).
 
         Stochastic depth (Huang et al., arXiv 1603.09382). Drawn for all blocks at once, and a tensor: a rate that is
         an attribute of a block makes torch.compile (2.11) compile each block again until its recompile limit, then
@@ -404,7 +526,8 @@ class VisionTransformer(TrainableModel):
         rate, depth = self.cfg.drop_path_rate, self.cfg.depth
         first = 0.0 if self.cfg.drop_path_schedule == "linear" else rate
         rates = torch.linspace(first, rate, depth, device=device).view(depth, 1, 1, 1, 1)
-        return (torch.rand(depth, 2, batch_size, 1, 1, device=device) >= rates) / (1 - rates)
+        draws = torch.rand(depth, self.cfg.num_branches(), batch_size, 1, 1, device=device)
+        return (draws >= rates) / (1 - rates)
 
     def _add_tokens(self, x: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
         """Prepend the tokens and add the positions, in x's dtype: an FP32 table would promote x."""
@@ -492,12 +615,19 @@ def rotary_table(cfg: ModelConfig, grid: tuple[int, int]) -> torch.Tensor:
         return cast(Any, rotary_embedding(cfg, grid)).get_embed()
 
 
-def _initialize_by_place(cfg: ModelConfig, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """What timm does to a tensor, named as in the whole model, after the rule of its layer (`_initialize`).
+def _initialize_by_place(
+    cfg: ModelConfig, module: nn.Module, name: str, tensor: torch.Tensor, generator: torch.Generator
+) -> None:
+    """What timm does to a tensor of `module`, named as in the whole model, after the rule of its layer (`_initialize`).
 
     Source: fix_init_weight and head_init_scale of timm.models.eva.Eva; timm.layers.GluMlp.init_weights, which only
-    VisionTransformer calls.
+    VisionTransformer calls; ResPostBlock.init_weights. VisionTransformerRelPos leaves linear layers as torch has them.
     """
+    if cfg.rel_pos_type and isinstance(module, nn.Linear) and name != "head.bias":
+        bound = module.in_features**-0.5
+        nn.init.uniform_(tensor, -bound, bound, generator=generator)
+    if cfg.block_fn == "ResPostBlock" and cfg.init_values and name.endswith((".norm1.weight", ".norm2.weight")):
+        tensor.fill_(cfg.init_values)
     if cfg.is_eva:
         if name in ("cls_token", "reg_token"):
             nn.init.normal_(tensor, std=0.02, generator=generator)
@@ -522,7 +652,9 @@ def _initialize(
     but its trunc_normal_, and torch 2.11's (2.14.1's not), put one value in twenty million just there: normal_ here.
     """
     for name, tensor in tensors:
-        if isinstance(module, nn.LayerNorm | nn.RMSNorm) or name.startswith("layer_norm_"):  # or part of a fused layer
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm | RmsNorm) or name.startswith(
+            "layer_norm_"
+        ):  # or part of a fused layer
             tensor.fill_(1.0 if name.endswith("weight") else 0.0)
         elif isinstance(module, TimmLayerScale):
             tensor.fill_(module.init_values)
@@ -547,6 +679,10 @@ def _initialize(
             nn.init.normal_(tensor, std=0.02, generator=generator)
         elif name in ("cls_token", "reg_token"):
             nn.init.normal_(tensor, std=1e-6, generator=generator)
+        elif name == "relative_position_bias_table":
+            nn.init.normal_(tensor, std=0.02, generator=generator)
+        elif name.startswith("lambda_"):
+            nn.init.normal_(tensor, std=0.1, generator=generator)
         elif name == "latent":
             std = tensor.shape[-1] ** -0.5
             nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)

@@ -20,6 +20,7 @@ from interop.weights_in import check_pretrained
 from interop.weights_out import EVA_NAMES
 from schema import ConfigError, ModelConfig, pair
 
+RELATIVE = timm.models.vision_transformer_relpos.VisionTransformerRelPos
 DISTILLED = timm.models.deit.VisionTransformerDistilled
 MODULES = ("deit", "eva", "vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos")
 ACTIVATIONS = {torch.nn.GELU: "gelu", torch.nn.SiLU: "silu", torch.nn.ReLU: "relu", None: "gelu"}
@@ -97,17 +98,14 @@ def refusal(name: str) -> str | None:
     """What vit.py has no place for in a model of timm's; None: nothing."""
     cls, given = call_of(name)
     if cls is timm.models.eva.Eva:
-        return "norms after the branches (use_post_norm)" if given["use_post_norm"] else None
-    if cls is timm.models.vision_transformer_relpos.VisionTransformerRelPos:
-        return "relative positions (VisionTransformerRelPos)"
+        return None
+    if cls is RELATIVE:
+        return None
     if cls not in (timm.models.vision_transformer.VisionTransformer, DISTILLED):
         return f"it is a {cls.__name__}, no VisionTransformer or Eva"
     if _parts_of(given.get("embed_layer", timm.layers.PatchEmbed))[0] is not timm.layers.PatchEmbed:
         return "a convolutional network before the blocks (embed_layer)"
-    if given.get("attn_layer") == "diff":
-        return "differential attention (attn_layer)"
-    kind = _parts_of(given["block_fn"])[0].__name__ if given.get("block_fn") else "Block"
-    return None if kind == "Block" else f"other blocks (block_fn={kind})"
+    return None
 
 
 def arguments_of(name: str) -> dict[str, Any]:
@@ -135,7 +133,12 @@ def arguments_of(name: str) -> dict[str, Any]:
         after_blocks = not after_pooling if after_blocks is None else after_blocks
         given |= {"fc_norm": after_pooling, "final_norm": after_blocks or after_pooling}
         given["rope_temperature"] = float(given["rope_temperature"])
+        given["block_fn"] = "ResPostBlock" if given["use_post_norm"] else "Block"
     else:
+        given["block_fn"] = _parts_of(given["block_fn"])[0].__name__.replace("RelPos", "")
+        given["attn_layer"] = "diff" if given.get("attn_layer") == "diff" else "attn"
+        if cls is RELATIVE:
+            given |= {"pos_embed": "none", "mlp_layer": timm.layers.Mlp}
         act = given["act_layer"]
         given["act_layer"] = act if isinstance(act, str) else ACTIVATIONS[act]
         given["mlp_layer"] = "glu" if _parts_of(given["mlp_layer"])[0] is timm.layers.GluMlp else "mlp"

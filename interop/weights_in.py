@@ -18,7 +18,7 @@ import numpy as np
 import timm
 import torch
 from safetensors.torch import load_file
-from timm.layers import resample_abs_pos_embed, resample_patch_embed
+from timm.layers import resample_abs_pos_embed, resample_patch_embed, resize_rel_pos_bias_table
 from torch import Tensor
 
 from interop import hugging_face, jax_files
@@ -46,9 +46,10 @@ AVERAGE = re.compile(r"(.*_)?ema(_.*)?")  # and their averages: state_dict_ema, 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/(?!.*\.(safetensors|npz|pt|pth|bin|ckpt|tar)$)[\w.-]+")  # owner and model, no file
 # Options that no tensor's shape tells. Another value is refused, but for those in `TELL`, of which a line tells.
 TELL = ("act_layer", "norm_eps")
-UNSEEN = ("num_heads", *TELL, "rope_type", *ROPE_ONLY)
+UNSEEN = ("num_heads", *TELL, "rope_type", *ROPE_ONLY, "block_fn")
 ROPE_TYPES = {"RotaryEmbeddingCat": "cat", "RotaryEmbeddingDinoV3": "dinov3", "RotaryEmbeddingMixed": "mixed"}
 HEAD = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")  # the second one with model.distilled
+TABLE = "relative_position_bias_table"
 HIDDEN = ("pre_logits.fc.weight", "pre_logits.fc.bias")  # of a head with model.representation_size
 
 
@@ -192,6 +193,8 @@ def _read_file(source: str, file: Path, config_file: Path | None) -> Source:
             classes = (config.get("pretrained_cfg") or {}).get("label_names") or ()
             data = config.get("pretrained_cfg") or config
             options = config.get("model_args") or {}
+            if architecture := config.get("architecture"):
+                options = options | {"block_fn": _block_fn("_rpn_" in architecture or options.get("use_post_norm"))}
             if options.get("use_rot_pos_emb") is False:
                 options = options | {"rope_type": None}
             # timm's older files have the evaluation's settings at the top.
@@ -326,8 +329,9 @@ def built_by_timm(name: str) -> Any:
 def _source_of_timms(model: Any, source: str) -> Source:
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer as TimmViT
+    from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 
-    if not isinstance(model, TimmViT | Eva):
+    if not isinstance(model, TimmViT | Eva | VisionTransformerRelPos):
         raise ConfigError(
             f"it is timm's {type(model).__name__}: give a VisionTransformer or an Eva, timm.list_models('vit*')"
         )
@@ -366,7 +370,11 @@ def _downloading(what: str) -> Iterator[None]:
 
 
 def _source_of(model: Any, source: str) -> Source:
-    options = {"num_heads": model.get_submodule("blocks.0.attn").num_heads}
+    block = model.blocks[0]
+    options: dict[str, Any] = {
+        "num_heads": next(module.num_heads for module in block.modules() if hasattr(module, "num_heads")),
+        "block_fn": _block_fn("ResPost" in type(block).__name__ or "PostNorm" in type(block).__name__),
+    }
     if (rope := getattr(model, "rope", None)) is not None:
         options["rope_type"] = ROPE_TYPES.get(type(rope).__name__, type(rope).__name__)
         ours = {"grid_offset": "rope_grid_offset", "grid_indexing": "rope_grid_indexing"}
@@ -375,6 +383,11 @@ def _source_of(model: Any, source: str) -> Source:
         if hasattr(rope, "ref_feat_shape"):
             options["ref_feat_shape"] = rope.ref_feat_shape
     return Source(model.state_dict(), model.patch_embed.grid_size, source, options)
+
+
+def _block_fn(norms_after: Any) -> str:
+    """`Block` stands for all but ResPostBlock here: that one has `Block`'s tensors, others have their own."""
+    return "ResPostBlock" if norms_after else "Block"
 
 
 def _settings(found: dict[str, Any]) -> dict[str, Any]:
@@ -440,6 +453,10 @@ def fit(
         tensors["patch_embed.proj.weight"] = resample_patch_embed(kernel, list(wanted["patch_embed.proj.weight"][2:]))
         if "pos_embed" in tensors:
             tensors["pos_embed"] = _resample_positions(tensors["pos_embed"], source.grid, cfg)
+        for name, tensor in tensors.items():
+            if name.endswith(TABLE) and tensor.shape != wanted[name]:
+                shape = tuple(wanted[name])
+                tensors[name] = resize_rel_pos_bias_table(tensor, cfg.grid_size(), shape, old_window_size=source.grid)
         return tensors, fresh
 
 
@@ -450,7 +467,7 @@ def _compare_options(source: Source, cfg: ModelConfig) -> None:
         ours = getattr(cfg, key)
         if key == "ref_feat_shape":
             theirs, ours = (size and pair(size if isinstance(size, int) else tuple(size)) for size in (theirs, ours))
-        if theirs == ours or key in idle:
+        if theirs == ours or key in idle or (key == "block_fn" and "ResPostBlock" not in (theirs, ours)):
             continue
         if key == "num_heads":
             raise ConfigError(
@@ -471,7 +488,9 @@ def _compare_shapes(tensors: dict[str, Tensor], wanted: dict[str, torch.Size]) -
     """
 
     def fixed(name: str, shape: torch.Size) -> tuple[int | None, ...]:
-        resampled = {"pos_embed": (1,), "patch_embed.proj.weight": (2, 3)}.get(name, ())
+        resampled = {"pos_embed": (1,), "patch_embed.proj.weight": (2, 3)}.get(
+            name, (0,) if name.endswith(TABLE) else ()
+        )
         return tuple(None if axis in resampled else length for axis, length in enumerate(shape))
 
     missing = [name for name in wanted if name not in tensors]

@@ -17,7 +17,7 @@ from interop.model_card import model_card
 from interop.step_weights import StepWeights, read_state
 from runtime.files import write_json
 from runtime.parameter_names import HUGGING_FACE_BLOCK, HUGGING_FACE_REST
-from schema import EVA_ONLY, ROPE_ONLY, ConfigError, no_architecture, pair, timm_architecture
+from schema import EVA_ONLY, REL_POS, ROPE_ONLY, WITH_REL_POS, ConfigError, no_architecture, pair, timm_architecture
 
 # Arguments of the model that timm lacks, or means otherwise; num_classes has a place of its own in timm's files.
 OURS_ALONE = {"norm_eps", "transformer_engine", "drop_path_schedule", "pos_embed", "representation_size"}
@@ -65,15 +65,23 @@ def export_timm(step_folder: Path, target: Path, *, raw: bool = False) -> str:
 def timm_arguments(model: dict[str, Any]) -> dict[str, Any]:
     """A config's model as arguments of timm's VisionTransformer, or of its Eva, but num_classes."""
     known = {key: value for key, value in model.items() if key not in OURS_ALONE}
+    if model["rel_pos_type"] is not None:
+        fc_norm = model["fc_norm"] if model["fc_norm"] is not None else model["global_pool"] == "avg"
+        left_out = {*WITH_REL_POS, *EVA_ONLY, *ROPE_ONLY, "norm_layer", "attn_type", "rope_type", "block_fn"}
+        left_out.add("no_embed_class")
+        return {key: value for key, value in known.items() if key not in left_out} | {"fc_norm": fc_norm}
+    known = {key: value for key, value in known.items() if key not in {"block_fn", *REL_POS}}
     if model["rope_type"] is None and model["attn_type"] == "rope":
-        rms = {"norm_layer": "rmsnorm"} if model["norm_layer"] == "rmsnorm" else {}
+        is_plain = (model["block_fn"], model["attn_layer"]) == ("Block", "attn")
+        rms = {"norm_layer": model["norm_layer"]} if model["norm_layer"] == "rmsnorm" or not is_plain else {}
         positions = {"pos_embed": "none"} if model["pos_embed"] == "none" else {}
         left_out = {"norm_layer", "mlp_layer", "attn_type", *EVA_ONLY, *ROPE_ONLY, "rope_type"}
         return {key: value for key, value in known.items() if key not in left_out} | rms | positions
     at_the_end = model["fc_norm"] if model["fc_norm"] is not None else model["global_pool"] == "avg"
-    left_out = {*BY_ARCHITECTURE, "final_norm", "fc_norm", "proj_bias", "rope_type"}
+    left_out = {*BY_ARCHITECTURE, "attn_layer", "final_norm", "fc_norm", "proj_bias", "rope_type"}
     return {EVA_NAMES.get(key, key): value for key, value in known.items() if key not in left_out} | {
         "swiglu_mlp": model["mlp_layer"] != "mlp",
+        "use_post_norm": model["block_fn"] == "ResPostBlock",
         "use_abs_pos_emb": model["pos_embed"] != "none",
         "use_rot_pos_emb": model["rope_type"] is not None,
         "rope_type": model["rope_type"] or "cat",

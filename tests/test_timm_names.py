@@ -67,10 +67,19 @@ def test_table_of_names_in_the_docs(refused, expressed):
             rows[match[1]] = int(match[2])
     vits = [name for name in NAMES if name.startswith("vit_")]
     counts = collections.Counter(reason for name, reason in refused.items() if name in vits)
-    is_eva = {name: timm_names.config_of(name).is_eva for name in expressed}
-    assert rows == counts | {
-        "`vit_*`, as `VisionTransformer`": sum(not is_eva[name] for name in expressed if name in vits),
-        "`vit_*`, as `Eva`": sum(is_eva[name] for name in expressed if name in vits),
-        "`eva02_*`": sum(name.startswith("eva02_") for name in expressed),
-        "`eva02_*`, norms after the branches": sum(name.startswith("eva02_") for name in refused),
-    }
+    counts.update(kind_of(name) for name in expressed)
+    assert rows == counts
+
+
+def kind_of(name):
+    """The row of a name that is expressed."""
+    cfg = timm_names.config_of(name)
+    if name.startswith("eva02_"):
+        return "`eva02_*`"
+    if cfg.is_eva:
+        return "`vit_*`, as `Eva`"
+    if cfg.rel_pos_type:
+        return "`vit_relpos_*`, `vit_srelpos_*`, as `VisionTransformerRelPos`"
+    if cfg.attn_layer == "diff":
+        return "`vit_*`, differential attention (`attn_layer`)"
+    return "`vit_*`, as `VisionTransformer`" if cfg.block_fn == "Block" else f"`vit_*`, `{cfg.block_fn}`"

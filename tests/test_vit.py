@@ -75,6 +75,25 @@ ROPES = {
     "no positions": "attn_type=eva no_embed_class=true final_norm=false",
 }
 
+# timm's other blocks, its two kinds of relative positions, and differential attention.
+REL_POS = "class_token=false global_pool=avg pos_embed=none img_size=[32,48]"
+BLOCKS = {
+    "norms after": "block_fn=ResPostBlock init_values=0.1 scale_attn_norm=true",
+    "side by side": "block_fn=ParallelThingsBlock init_values=0.1 qk_norm=true",
+    "parallel": "block_fn=ParallelScalingBlock qkv_bias=false qk_norm=true norm_layer=rmsnorm no_embed_class=true",
+    "parallel, scaled": "block_fn=ParallelScalingBlock init_values=0.1",
+    "differential": "attn_layer=diff qk_norm=true scale_attn_norm=true scale_mlp_norm=true",
+    "differential, norms after": "attn_layer=diff block_fn=ResPostBlock",
+    "differential, parallel": "block_fn=DiffParallelScalingBlock init_values=0.1 qkv_bias=false qk_norm=true",
+    "relative": f"rel_pos_type=mlp init_values=0.1 fc_norm=true qk_norm=true {REL_POS}",
+    "relative, shared": f"rel_pos_type=mlp rel_pos_dim=24 shared_rel_pos=true fc_norm=false qkv_bias=false {REL_POS}",
+    "relative, norms after": f"rel_pos_type=mlp block_fn=ResPostBlock init_values=0.1 {REL_POS}",
+    "relative, class token": "rel_pos_type=mlp pos_embed=none",
+    "table": "rel_pos_type=bias pos_embed=none img_size=[32,48]",
+    "table, shared": f"rel_pos_type=bias shared_rel_pos=true init_values=0.1 {REL_POS}",
+    "norms after, rotary": "rope_type=cat block_fn=ResPostBlock mlp_layer=glu act_layer=silu",
+}
+
 
 @functools.cache
 def load(*overrides):
@@ -184,6 +203,7 @@ def drawn(cfg, seed=0):
         "pos_embed=none final_norm=false",
         "final_norm=false global_pool=avg",
         *ROPES.values(),
+        *BLOCKS.values(),
     ],
 )
 def test_logits_and_gradients_are_timms(overrides):
@@ -206,6 +226,7 @@ def test_logits_and_gradients_are_timms(overrides):
         f"{DROPOUT} {ALL_TOKENS} patch_drop_rate=0.25 depth=3",
         f"{ROPES['dinov3']} {DROPOUT} img_size=64 patch_drop_rate=0.5",
         f"{ROPES['mixed']} img_size=64 patch_drop_rate=0.5",
+        *(f"{o} drop_rate=0.2 proj_drop_rate=0.2 attn_drop_rate=0.2 drop_path_rate=0.5" for o in BLOCKS.values()),
     ],
 )
 def test_random_numbers_of_training_are_timms(monkeypatch, overrides):
@@ -412,10 +433,14 @@ def test_starts_are_distributed_as_timms(starts):
         f"{ROPES['mixed']} embed_dim=96 num_classes=100",
         f"{ROPES['biases for queries and values']} global_pool=map",
         "mlp_layer=glu act_layer=silu embed_dim=96 mlp_ratio=5.34",
+        *BLOCKS.values(),
     ],
 )
 def test_other_architectures_start_as_timms(overrides):
-    assert_same_distributions(starts_of(overrides))
+    starts = starts_of(overrides)
+    if "rel_pos_type" in overrides:  # of which timm draws the head's biases, too; ours are init_head_bias
+        assert (starts.pop("head.bias")[0] == 0).all()
+    assert_same_distributions(starts)
 
 
 def assert_same_distributions(starts):
@@ -503,7 +528,14 @@ def test_start_follows_from_the_seed_alone():
 
 @pytest.mark.parametrize(
     "overrides",
-    ["", "global_pool=avg class_token=false", INIT, "qkv_bias=false proj_bias=false", *ROPES.values()],
+    [
+        "",
+        "global_pool=avg class_token=false",
+        INIT,
+        "qkv_bias=false proj_bias=false",
+        *ROPES.values(),
+        *BLOCKS.values(),
+    ],
 )
 def test_meta_build_starts_as_an_eager_one(overrides):
     cfg = small(overrides)
@@ -607,7 +639,9 @@ def test_flops_are_those_that_torch_counts(overrides):
     assert model.flops_per_image() == pytest.approx(counter.get_total_flops() / 2, rel=0.01)
 
 
-@pytest.mark.parametrize("options", [*ROPES.values(), "mlp_layer=glu act_layer=silu mlp_ratio=5.33334"])
+@pytest.mark.parametrize(
+    "options", [*ROPES.values(), *BLOCKS.values(), "mlp_layer=glu act_layer=silu mlp_ratio=5.33334"]
+)
 def test_flops_of_other_architectures_are_those_that_torch_counts(options):
     sizes = "img_size=64 patch_size=8 embed_dim=192 depth=2 num_heads=3"
     cfg = load("checkpoint.ckpt_dir=null", *keys(f"{options} {sizes} fused_attn=false")).model
@@ -622,7 +656,8 @@ def test_flops_of_other_architectures_are_those_that_torch_counts(options):
 
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize(
-    "overrides", ["", ALL_TOKENS, "global_pool=avg class_token=false reg_tokens=4", *ROPES.values()]
+    "overrides",
+    ["", ALL_TOKENS, "global_pool=avg class_token=false reg_tokens=4", *ROPES.values(), *BLOCKS.values()],
 )
 def test_matrices_decay_and_nothing_else(overrides, prefix):
     model = VisionTransformer(small(overrides))
@@ -730,7 +765,13 @@ def test_image_of_another_size_is_refused(size):
 
 
 @pytest.mark.parametrize(
-    "overrides", [ALL_TOKENS, f"{DROPOUT} {ALL_TOKENS} depth=3", *(f"{o} {DROPOUT}" for o in ROPES.values())]
+    "overrides",
+    [
+        ALL_TOKENS,
+        f"{DROPOUT} {ALL_TOKENS} depth=3",
+        *(f"{o} {DROPOUT}" for o in ROPES.values()),
+        *(f"{o} drop_rate=0.2 proj_drop_rate=0.2 attn_drop_rate=0.2 drop_path_rate=0.5" for o in BLOCKS.values()),
+    ],
 )
 def test_recomputing_changes_no_number(overrides):
     cfg = small(overrides)
@@ -741,14 +782,22 @@ def test_recomputing_changes_no_number(overrides):
     assert [n for n, _ in recomputed.named_parameters()] == [n for n, _ in plain.named_parameters()]
     calls = []
     for block in recomputed.shard_units():
-        block.attn.register_forward_hook(lambda *_: calls.append(1))
+        first = next(module for module in block.modules() if isinstance(module, nn.LayerNorm | nn.RMSNorm))
+        first.register_forward_hook(lambda *_: calls.append(1))
     x = images(cfg, batch=8)
     assert_close(outputs_and_gradients(recomputed, x), outputs_and_gradients(plain, x), atol=0)
     assert len(calls) == 2 * cfg.depth
 
 
+SOME_BLOCKS = [
+    f"{BLOCKS[name]} drop_path_rate=0.1" for name in ("differential, norms after", "relative, shared", "table")
+]
+
+
 @pytest.mark.parametrize("activation_checkpointing", [False, "selective", True])
-@pytest.mark.parametrize("overrides", ["", "drop_path_rate=0.1 init_values=0.1", ROPES["dinov3"], ROPES["eva02"]])
+@pytest.mark.parametrize(
+    "overrides", ["", "drop_path_rate=0.1 init_values=0.1", ROPES["dinov3"], ROPES["eva02"], *SOME_BLOCKS]
+)
 def test_compiling_reaches_every_block(monkeypatch, overrides, activation_checkpointing):
     """What differs from block to block makes torch compile anew, until it runs the ninth and later ones uncompiled."""
     cfg, ran = small(f"depth=10 {overrides}"), []
@@ -764,6 +813,11 @@ def test_compiling_reaches_every_block(monkeypatch, overrides, activation_checkp
     assert list(model.state_dict()) == names
     model(images(cfg))
     assert len(ran) == cfg.depth
+
+
+@pytest.mark.parametrize("name", ["side by side", "parallel", "differential, parallel"])
+def test_compiling_reaches_every_block_without_an_mlp(monkeypatch, name):
+    test_compiling_reaches_every_block(monkeypatch, f"{BLOCKS[name]} drop_path_rate=0.1", False)
 
 
 @pytest.mark.slow
@@ -782,7 +836,15 @@ def test_compiling_changes_no_number(overrides, activation_checkpointing):
 
 
 @pytest.mark.parametrize(
-    "overrides", ["", "init_values=0.1", "init_values=0.1 reg_tokens=4 no_embed_class=true", DROPOUT, *ROPES.values()]
+    "overrides",
+    [
+        "",
+        "init_values=0.1",
+        "init_values=0.1 reg_tokens=4 no_embed_class=true",
+        DROPOUT,
+        *ROPES.values(),
+        *BLOCKS.values(),
+    ],
 )
 def test_residual_stream_is_bf16_under_autocast(overrides):
     cfg = small(overrides)
