@@ -132,7 +132,6 @@ if IS_ENTRYPOINT:
     put_timm_off()
 
 from schema import (  # noqa: E402  (after the versions' check)
-    LATER_OPTIONS,
     Config,
     ConfigError,
     NodeLeftError,
@@ -252,10 +251,8 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
             )
     from packaging.version import Version
 
-    model = cfg.model
-    if not model.has_own_block and Version(version := importlib.metadata.version("timm")) < Version("1.0.31"):
-        keys = ("rope_type", "attn_type", "rel_pos_type", "attn_layer", "block_fn")
-        key = next(key for key in keys if getattr(model, key) != LATER_OPTIONS[key])
+    if cfg.model.is_eva and Version(version := importlib.metadata.version("timm")) < Version("1.0.31"):
+        key = "attn_type" if cfg.model.rope_type is None else "rope_type"
         raise ConfigError(
             f"model.{key}={getattr(cfg.model, key)} needs timm 1.0.31 or newer, this is {version}: pip install -U timm"
         )

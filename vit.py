@@ -177,7 +177,7 @@ def _side_by_side(self: Any, x: torch.Tensor, keep: torch.Tensor | None = None) 
 
 @functools.cache
 def _block_class(name: str, *, is_relative: bool) -> type[nn.Module]:
-    """Timm's class of a `ModelConfig.block_fn`, called as `Block`; imported late, as in `eva_block`."""
+    """The class of a `ModelConfig.block_fn`, timm's, called as `Block`; imported late, as in `eva_block`."""
     from timm.models import vision_transformer, vision_transformer_relpos
 
     if is_relative:

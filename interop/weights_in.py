@@ -454,9 +454,8 @@ def fit(
         if "pos_embed" in tensors:
             tensors["pos_embed"] = _resample_positions(tensors["pos_embed"], source.grid, cfg)
         for name, tensor in tensors.items():
-            if name.endswith(TABLE) and tensor.shape != wanted[name]:
-                shape = tuple(wanted[name])
-                tensors[name] = resize_rel_pos_bias_table(tensor, cfg.grid_size(), shape, old_window_size=source.grid)
+            if name.endswith(TABLE):
+                tensors[name] = _resample_table(tensor, source.grid, cfg)
         return tensors, fresh
 
 
@@ -540,6 +539,30 @@ def _resample_positions(pos_embed: Tensor, grid: tuple[int, int] | None, cfg: Mo
         raise ConfigError(f"{found} not the {grid[0]} x {grid[1]} of its config: {advice}")
     advice = "give a folder whose config.json tells the image size" + (f", or {option}" if others_fit else "")
     raise ConfigError(f"{found} neither this model's {height} x {width} nor a square: {advice}")
+
+
+def _resample_table(table: Tensor, grid: tuple[int, int] | None, cfg: ModelConfig) -> Tensor:
+    """A table of relative positions (distances, heads) for the model's grid, as timm does it.
+
+    Args:
+        table: of a source that has a class token if the model has one.
+        grid: that the table was made for; None: the model's if the number of rows is, else a square.
+        cfg: of the model.
+
+    Raises:
+        ConfigError: it was made for no square, of which timm 1.0.29 knows nothing.
+    """
+    new, extra = cfg.grid_size(), 3 * cfg.class_token
+    rows = math.prod(2 * side - 1 for side in new) + extra
+    if grid == new or (grid is None and len(table) == rows):
+        return table
+    side = math.isqrt(max(len(table) - extra, 0))
+    if side**2 != len(table) - extra or (grid is not None and grid[0] != grid[1]):
+        raise ConfigError(
+            f"its relative positions, a table of {len(table)} rows, are for no square of patches, and cannot be "
+            f"resampled to {new[0]} x {new[1]}: set model.img_size to what it was trained with"
+        )
+    return resize_rel_pos_bias_table(table, new, (rows, table.shape[1]))
 
 
 def other_settings(source: Source, cfg: DataConfig) -> list[str]:

@@ -584,8 +584,24 @@ def test_a_run_imports_what_it_needs(image_folder, tmp_path):
     ],
 )
 def test_rotary_positions_are_refused_where_they_were_not_seen_to_work(monkeypatch, script, overrides, text):
-    given = ["model.rope_type=cat", *overrides, "output_dir=/tmp/unused"]
-    cfg = launch.load_config("L0_sanity", given, script=script)
+    check_refusal(monkeypatch, script, ["model.rope_type=cat", *overrides], text)
+
+
+def check_refusal(monkeypatch, script, overrides, text):
+    cfg = launch.load_config("L0_sanity", [*overrides, "output_dir=/tmp/unused"], script=script)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     line = error_of(launch.check_script, cfg, script, 2)
     assert line.startswith(text)
+
+
+@pytest.mark.parametrize(
+    "option", ["block_fn=ResPostBlock", "block_fn=ParallelScalingBlock", "attn_layer=diff", "rel_pos_type=mlp"]
+)
+def test_other_blocks_are_refused_where_they_were_not_seen_to_work(monkeypatch, option):
+    model = [f"model.{option}", "model.embed_dim=48", *(["model.pos_embed=none"] if "rel_pos" in option else [])]
+    for script, overrides, text in (
+        ("train_mfsdp", ["precision=bf16"], "in train_mfsdp.py: not seen to work there"),
+        ("train_ddp", ["cuda_graphs=true"], "with cuda_graphs=true"),
+        ("train_fsdp2", ["distributed.tp=2"], "with distributed.tp=2"),
+    ):
+        check_refusal(monkeypatch, script, [*model, *overrides], f"model.{option} {text}")

@@ -50,6 +50,10 @@ VALUES = {
     "model.act_layer": "relu",
     "model.norm_eps": 1e-5,
     "model.norm_layer": "rmsnorm",
+    "model.block_fn": "ResPostBlock",
+    "model.attn_layer": "diff",
+    "model.rel_pos_type": "mlp",
+    "model.rel_pos_dim": 16,
     "model.mlp_layer": "glu",
     "model.attn_type": "eva",
     "model.num_kv_heads": 1,
@@ -152,6 +156,7 @@ ON = {
         "model.rope_type": "cat", "model.qkv_fused": False, "model.init_values": 0.1, "model.global_pool": "map",
         "model.mlp_layer": "swiglu", "model.swiglu_align_to": 8, "model.act_layer": "silu",
     },
+    "relative positions": {"model.rel_pos_type": "mlp", "model.pos_embed": "none"},
     "a gated MLP": {"model.act_layer": "silu"},
     "not exported": {"checkpoint.save_final_model": False},
 }  # fmt: skip

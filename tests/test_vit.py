@@ -78,20 +78,20 @@ ROPES = {
 # timm's other blocks, its two kinds of relative positions, and differential attention.
 REL_POS = "class_token=false global_pool=avg pos_embed=none img_size=[32,48]"
 BLOCKS = {
-    "norms after": "block_fn=ResPostBlock init_values=0.1 scale_attn_norm=true",
-    "side by side": "block_fn=ParallelThingsBlock init_values=0.1 qk_norm=true",
+    "norms_after": "block_fn=ResPostBlock init_values=0.1 scale_attn_norm=true",
+    "side_by_side": "block_fn=ParallelThingsBlock init_values=0.1 qk_norm=true",
     "parallel": "block_fn=ParallelScalingBlock qkv_bias=false qk_norm=true norm_layer=rmsnorm no_embed_class=true",
-    "parallel, scaled": "block_fn=ParallelScalingBlock init_values=0.1",
+    "parallel_scaled": "block_fn=ParallelScalingBlock init_values=0.1",
     "differential": "attn_layer=diff qk_norm=true scale_attn_norm=true scale_mlp_norm=true",
-    "differential, norms after": "attn_layer=diff block_fn=ResPostBlock",
-    "differential, parallel": "block_fn=DiffParallelScalingBlock init_values=0.1 qkv_bias=false qk_norm=true",
+    "differential_norms_after": "attn_layer=diff block_fn=ResPostBlock",
+    "differential_parallel": "block_fn=DiffParallelScalingBlock init_values=0.1 qkv_bias=false qk_norm=true",
     "relative": f"rel_pos_type=mlp init_values=0.1 fc_norm=true qk_norm=true {REL_POS}",
-    "relative, shared": f"rel_pos_type=mlp rel_pos_dim=24 shared_rel_pos=true fc_norm=false qkv_bias=false {REL_POS}",
-    "relative, norms after": f"rel_pos_type=mlp block_fn=ResPostBlock init_values=0.1 {REL_POS}",
-    "relative, class token": "rel_pos_type=mlp pos_embed=none",
+    "relative_shared": f"rel_pos_type=mlp rel_pos_dim=24 shared_rel_pos=true fc_norm=false qkv_bias=false {REL_POS}",
+    "relative_norms_after": f"rel_pos_type=mlp block_fn=ResPostBlock init_values=0.1 {REL_POS}",
+    "relative_class_token": "rel_pos_type=mlp pos_embed=none",
     "table": "rel_pos_type=bias pos_embed=none img_size=[32,48]",
-    "table, shared": f"rel_pos_type=bias shared_rel_pos=true init_values=0.1 {REL_POS}",
-    "norms after, rotary": "rope_type=cat block_fn=ResPostBlock mlp_layer=glu act_layer=silu",
+    "table_shared": f"rel_pos_type=bias shared_rel_pos=true init_values=0.1 {REL_POS}",
+    "norms_after_rotary": "rope_type=cat block_fn=ResPostBlock mlp_layer=glu act_layer=silu",
 }
 
 
@@ -790,7 +790,7 @@ def test_recomputing_changes_no_number(overrides):
 
 
 SOME_BLOCKS = [
-    f"{BLOCKS[name]} drop_path_rate=0.1" for name in ("differential, norms after", "relative, shared", "table")
+    f"{BLOCKS[name]} drop_path_rate=0.1" for name in ("differential_norms_after", "relative_shared", "table")
 ]
 
 
@@ -815,7 +815,7 @@ def test_compiling_reaches_every_block(monkeypatch, overrides, activation_checkp
     assert len(ran) == cfg.depth
 
 
-@pytest.mark.parametrize("name", ["side by side", "parallel", "differential, parallel"])
+@pytest.mark.parametrize("name", ["side_by_side", "parallel", "differential_parallel"])
 def test_compiling_reaches_every_block_without_an_mlp(monkeypatch, name):
     test_compiling_reaches_every_block(monkeypatch, f"{BLOCKS[name]} drop_path_rate=0.1", False)
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import error_of, rng_untouched, run_command
 from safetensors.torch import load_file, save_file
-from timm.layers import resample_abs_pos_embed
+from test_vit import BLOCKS
+from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 from timm.models import load_state_dict
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
@@ -231,6 +232,7 @@ def test_timms_own_eva_tells_its_rotary_positions():
     theirs = timm.create_model("eva02_tiny_patch14_224", depth=1)
     assert weights_in._source_of(theirs, "it").options == {
         "num_heads": 3,
+        "block_fn": "Block",
         "rope_type": "cat",
         "rope_grid_offset": 0.0,
         "rope_grid_indexing": "ij",
@@ -238,6 +240,35 @@ def test_timms_own_eva_tells_its_rotary_positions():
         "rope_rotate_half": False,
         "ref_feat_shape": (16, 16),
     }
+
+
+def test_norms_after_the_branches_are_told_by_nothing_in_the_weights(tmp_path):
+    """But by our checkpoints, by timm's names and its models."""
+    before, after = small(), small("block_fn=ResPostBlock")
+    for one, other in ((before, after), (after, before)):
+        folder, _ = write_step(tmp_path / one.block_fn, one)
+        (tmp_path / one.block_fn / "timm").mkdir()
+        for source in (folder, write_timm(tmp_path / one.block_fn / "timm", one, ours(one))):
+            fitted(source, one)
+            assert error_of(fitted, source, other).endswith(f"set model.block_fn={one.block_fn}")
+        assert weights_in._source_of(timms(one), "it").options["block_fn"] == one.block_fn
+
+
+@pytest.mark.parametrize("token", ["true", "false"])
+def test_a_table_of_relative_positions_is_resampled_as_in_timm(token, tmp_path):
+    text = f"rel_pos_type=bias pos_embed=none class_token={token} global_pool=avg"
+    before, after = small(text), small(f"{text} img_size=[96,64]")
+    source, tensors = write_step(tmp_path, before)
+    result, fresh = fitted(source, after)
+    assert fresh == []
+    rows = 11 * 7 + 3 * (token == "true")
+    name = "blocks.1.attn.rel_pos.relative_position_bias_table"
+    assert result[name].shape == (rows, 3)
+    torch.testing.assert_close(result[name], resize_rel_pos_bias_table(tensors[name], (6, 4), (rows, 3)))
+    assert_same_bits(fitted(source, before)[0], tensors)
+    source, _ = write_step(tmp_path / "other", after)
+    assert "are for no square of patches" in error_of(fitted, source, before)
+    assert "are for no square of patches" in error_of(fitted, source, small(f"{text} img_size=[64,96]"))
 
 
 def test_torchs_averaged_model_loads(stored_weights, tmp_path):
@@ -464,7 +495,9 @@ def test_safetensors_take_their_grid_from_the_config_beside_them(tmp_path):
     assert "config.json" in error_of(fitted, tmp_path, cfg)  # of other weights
 
 
-@pytest.mark.parametrize("options", ["", "reg_tokens=4 global_pool=map init_values=0.1 qk_norm=true", "fc_norm=true"])
+@pytest.mark.parametrize(
+    "options", ["", "reg_tokens=4 global_pool=map init_values=0.1 qk_norm=true", "fc_norm=true", *BLOCKS.values()]
+)
 def test_timms_weights_come_in_and_go_out_bit_for_bit(options, tmp_path):
     cfg = small(options)
     model = timms(cfg)
@@ -488,7 +521,7 @@ def test_weights_of_googles_jax_code_are_those_that_timm_reads(options, prefix, 
     with rng_untouched():
         source = weights_in.read(str(tmp_path / "B_16.npz"))
     assert source.grid == (4, 4)
-    assert source.options == {"num_heads": 3}
+    assert source.options == {"num_heads": 3, "block_fn": "Block"}
     result, fresh = weights_in.fit(source, cfg, shapes(cfg))
     assert fresh == []
     if cfg.representation_size:  # which timm's loader leaves alone

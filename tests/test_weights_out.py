@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, error_of
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_vit import ROPES
+from test_vit import BLOCKS, ROPES
 from weight_files import (
     CLASSES,
     MEAN,
@@ -63,7 +63,7 @@ NOT_HUGGING_FACE = {
         "norm_layer=rmsnorm qk_norm=true pos_embed=none final_norm=false",
         "mlp_layer=glu act_layer=silu mlp_ratio=5.34 scale_mlp_norm=true",
         "rope_type=cat",  # timm's entry point has a ref_feat_shape, and other values in the place of null
-        *(options for options in ROPES.values() if "num_heads" not in options),
+        *(options for options in (ROPES | BLOCKS).values() if "num_heads" not in options),
     ],
 )
 def test_timm_computes_our_logits_from_the_export(options, tmp_path):
