@@ -1233,7 +1233,11 @@ def timm_architecture(model: Mapping[str, Any]) -> str | None:
 
 def no_architecture(model: Mapping[str, Any]) -> str:
     """Why there is none, in words."""
-    also = " with norm_layer=layernorm and mlp_layer other than glu, 1e-5"
+    if model["norm_layer"] == "rmsnorm" and model["norm_eps"] == 1e-6:
+        return "model.norm_layer=rmsnorm cannot be exported, timm's model of these options has layernorm"
+    also = " with norm_layer=layernorm, mlp_layer other than glu, block_fn=Block and attn_layer=attn, 1e-5"
+    if model["rel_pos_type"] is not None:
+        also = " with rel_pos_type=null, 1e-5"
     return f"model.norm_eps={model['norm_eps']} cannot be exported, timm's ViTs have 1e-6 or,{also}"
 
 

@@ -263,6 +263,12 @@ REFUSED = {
         "model.freeze=backbone",
         "activation_checkpointing=false",
     ),
+    "recomputation of an MLP that is none": (
+        "activation_checkpointing=selective model.block_fn=ParallelScalingBlock",
+        "activation_checkpointing=selective",
+        "model.block_fn=ParallelScalingBlock",
+        "set true or false",
+    ),
     "gathered blocks with ZeRO-2": (
         "fsdp2.gathered_blocks=1 fsdp2.reshard_after_forward=false",
         "fsdp2.gathered_blocks=1",

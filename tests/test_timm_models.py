@@ -26,6 +26,8 @@ NAMES = [
     "vit_giant_patch14_dinov2.lvd142m",
     "vit_base_patch16_dinov3.lvd1689m",
     "eva02_small_patch14_336.mim_in22k_ft_in1k",
+    "vit_relpos_medium_patch16_cls_224.sw_in1k",
+    "vit_base_patch16_rpn_224.sw_in1k",
 ]
 
 
@@ -69,8 +71,7 @@ def test_what_is_typed_beside_it_goes_first():
         ("vit_tny_patch16_224", "timm has no such model: did you mean vit_tiny_patch16_224"),
         ("resnet50.a1_in1k", "it is a ResNet, no VisionTransformer or Eva"),
         ("vit_base_patch16_224.nothing", "timm has no such weights: use one of vit_base_patch16_224."),
-        ("vit_relpos_base_patch16_224.sw_in1k", "relative positions (VisionTransformerRelPos), which vit.py has not"),
-        ("vit_base_patch16_rpn_224.sw_in1k", "other blocks (block_fn=ResPostBlock), which vit.py has not"),
+        ("vit_tiny_r_s16_p8_224.augreg_in21k", "a convolutional network before the blocks (embed_layer), which vit.py"),
     ],
 )
 def test_a_model_that_is_none_of_ours_is_refused_by_name(name, fragment):
