@@ -81,7 +81,7 @@ def images_of(folder: Path, model: infer.TimmModel) -> tuple[ImageSource, tuple[
     names = names_of(model)
     folder = folder.resolve()
     if any(folder.glob("*.tar")) or any(folder.glob("val/*.tar")):
-        is_split = folder.name in ("train", "val") or not _has_shards(folder, "val")
+        is_split = folder.name in ("train", "val") or not has_shards(folder, "val")
         path, split = (folder.parent, folder.name) if is_split else (folder, "val")
         numbered = tuple(infer.class_names(model))
         source = tar_shards.load(str(path), split, "raise", default_classes=numbered)
@@ -109,7 +109,8 @@ def _is_numbered(folder: Path, names: tuple[str, ...]) -> bool:
     return is_imagenet and folder.is_dir() and any(e.name.isdecimal() and e.is_dir() for e in os.scandir(folder))
 
 
-def _has_shards(path: Path, split: str) -> bool:
+def has_shards(path: Path, split: str) -> bool:
+    """Whether shards of a split lie in a folder, in a layout of data.source=webdataset."""
     try:
         return bool(tar_shards.find(str(path), split))
     except ConfigError:
@@ -267,6 +268,18 @@ def evaluate(
     return sums
 
 
+def join(precision: str) -> torch.device:
+    """Start the process group, of torchrun's processes or of this one alone; this rank's device."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    store = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if cuda else "gloo", **store)
+    return device
+
+
 def main(argv: list[str] | None = None) -> None:
     """Parse, load, count, answer from rank 0."""
     parser = Parser(__doc__)
@@ -290,16 +303,10 @@ def main(argv: list[str] | None = None) -> None:
     except (ConfigError, OSError) as error:
         exit_with(str(error))
 
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    torch.set_float32_matmul_precision("highest" if args.precision == "fp32" else "high")
-    store = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if cuda else "gloo", **store)
+    device = join(args.precision)
     sampler = EvalSampler(len(task.source), batch_size=args.batch_size, rank=rank, world_size=world_size)
     dataset = LabelledImages(task.source, task.answers, infer.Reader(model, config))
-    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=args.workers, pin_memory=cuda)
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=args.workers, pin_memory=device.type == "cuda")
     # Reading fails on one rank only: its error ends the others through torchrun.
     options = {"num_classes": model.num_classes, "device": device, "precision": args.precision, "valid": task.valid}
     try:
