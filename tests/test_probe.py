@@ -98,7 +98,7 @@ def scores(capsys, *arguments):
 
 def scored(lines):
     """Without the iterations, of which rounding may make one more."""
-    return [line.split(", ")[:4] for line in lines[1:]]
+    return [line.split(", ")[:3] for line in lines[1:]]
 
 
 def features_by_hand(model, folder):
