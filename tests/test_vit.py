@@ -851,7 +851,14 @@ def test_compiling_reaches_every_block_without_an_mlp(monkeypatch, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "activation_checkpointing"),
-    [("", False), (ALL_TOKENS, True), (ROPES["dinov3"], False), (ROPES["eva02"], True)],
+    [
+        ("", False),
+        (ALL_TOKENS, True),
+        (ROPES["dinov3"], False),
+        (ROPES["eva02"], True),
+        (BLOCKS["differential_parallel"], False),
+        (BLOCKS["table"], True),
+    ],
 )
 def test_compiling_changes_no_number(overrides, activation_checkpointing):
     cfg = small(overrides)
@@ -884,3 +891,13 @@ def test_residual_stream_is_bf16_under_autocast(overrides):
     with torch.autocast("cpu", torch.bfloat16):
         model(images(cfg))
     assert dtypes == [torch.bfloat16] * 2 * cfg.depth
+
+
+@pytest.mark.parametrize("overrides", [ALL_TOKENS, *BLOCKS.values()])
+def test_weights_in_bf16_compute_in_bf16(overrides):
+    """As FSDP2 has them: parameters are cast, buffers are not."""
+    cfg = small(overrides)
+    model = drawn(cfg)
+    for p in model.parameters():
+        p.data = p.data.bfloat16()
+    assert model(images(cfg)).dtype == torch.bfloat16
