@@ -20,12 +20,16 @@ Where a run starts:
    checkpoints there are moved aside first.
 2. Where there is none, from the weights that checkpoint.init_from names, at step 0, with an optimizer at zero.
 3. Where that is null, too, from the weights of the random initialization.
+
+With data.size_schedule each image size's part of the run, a stage, ends with a checkpoint, and the next one starts from
+that, in the same processes or in others: its positions are resampled for the new grid (`Regrid`).
 """
 
 import concurrent.futures
 import dataclasses
 import json
 import logging
+import math
 import pickle
 import shutil
 import sys
@@ -53,7 +57,7 @@ from runtime.parameter_names import timm_name
 from runtime.run_folder import set_status
 from runtime.session import Session
 from runtime.tensors import chunks_of, describe, local_slice, to_local
-from schema import LATER_OPTIONS, Config, ConfigError, EmaConfig, RunError, RunSizes, to_plain
+from schema import LATER_OPTIONS, Config, ConfigError, EmaConfig, ModelConfig, RunError, RunSizes, Size, pair, to_plain
 
 logger = logging.getLogger(__name__)
 # Options of the model that change no weight and no logit in evaluation: a resumed run may change them.
@@ -66,6 +70,7 @@ FREE_OPTIONS |= {
     "implementation",
     "transformer_engine",
 }
+POSITIONS = "pos_embed"  # the one tensor whose shape follows from the image size
 SLOWEST_DISK = 20e6  # bytes a second: a save that shows no sign of life for longer hangs
 # What of the config final_model's README.md tells, besides what state.json has for a resume.
 RECIPE = ("optimizer", "lr_scheduler", "max_grad_norm", "loss", "distillation", "ema", "precision")
@@ -150,12 +155,7 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
     found = None
     if place is not None:
         place.check(state.num_bytes(), session)
-        torchruns: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(torchruns, session.torchrun)
-        newest = raise_on_all_ranks(
-            lambda: _find(place, cfg, torchruns) if session.is_main else None, error=ConfigError
-        )
-        found = from_rank_0(newest)
+        found = _newest(place, cfg, session)
     if place is None or found is None:
         if (source := cfg.checkpoint.init_from) is not None:
             raise_on_all_ranks(lambda: _init_from(source, state, cfg, sizes), error=ConfigError)
@@ -174,7 +174,11 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
         logger.info("%s has no moving average: it starts at the weights of step %d", found.name, saved["step"])
     elif has_ema and not state.ema:
         logger.info("%s has a moving average, which ema.decay=null ignores", found.name)
-    _check_same(saved, stored, tensors, found.name, cfg, sizes)
+    size_before = cfg.model.img_size
+    if sizes.size_before is not None and saved["step"] == sizes.first_step:
+        size_before = sizes.size_before
+    regrid = None if pair(size_before) == pair(cfg.model.img_size) else Regrid(tensors, cfg.model, size_before)
+    _check_same(saved, stored, tensors, found.name, cfg, sizes, size_before)
     if "fp8" in tensors and (absent := _absent_scaling(saved, stored, state.scaling, cfg)):
         tensors["fp8"] = {name: tensor for name, tensor in state.scaling.items() if name not in absent}
         layers = sorted({name.rpartition(".")[0] for name in absent})
@@ -188,17 +192,81 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
         )
     with reading(found.name, advice=place.advice):
         dcp.load(tensors, storage_reader=Reader(folder, lambda names: place.fetch(found, names)))
+    if regrid:
+        regrid.copy()
     state.after_load()
     if state.ema and not has_ema:
         state.ema.restart()
     place.tidy(folder)
     raise_on_all_ranks(lambda: place.write_best(saved["best"]) if session.is_main else None)
     session.phases.place(saved["step"], saved.get("goodput"))
-    logger.info("resumed from %s (step %d)", found.name, saved["step"])
+    resampled = ", its positions resampled for the new size" if regrid else ""
+    logger.info("resumed from %s (step %d)%s", found.name, saved["step"], resampled)
     for line in _stream_changes(saved, cfg, sizes):
         logger.warning("%s", line)
     is_unscored = saved.get("is_unscored", False)
     return Resumed(saved["step"], saved["run_id"], saved["best"], is_unscored, saved["samples"])
+
+
+def progress_of(cfg: Config, session: Session) -> tuple[int, bool]:
+    """The step that `restore` will go on from, and whether its evaluation was broken off, before there is a model.
+
+    Raises:
+        ConfigError: the place of the checkpoints cannot be used, or one was tampered with.
+    """
+    place = place_of(cfg, session.rank)
+    place.check(0, session)
+    found = _newest(place, cfg, session)
+    return (found.state["step"], found.state.get("is_unscored", False)) if found else (0, False)
+
+
+def _newest(place: Folder, cfg: Config, session: Session) -> Found | None:
+    """What rank 0 decides to go on from, on all ranks."""
+    torchruns: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(torchruns, session.torchrun)
+    newest = raise_on_all_ranks(lambda: _find(place, cfg, torchruns) if session.is_main else None, error=ConfigError)
+    return from_rank_0(newest)
+
+
+class Regrid:
+    """Positions of another grid than the model's, read from a checkpoint and resampled as they are copied into it.
+
+    Weights and averages are resampled as `init_from` does it (timm's bicubic). The optimizer's moments are, too, but
+    linearly: then none becomes negative, and no first moment larger, against the root of its second one, than the
+    largest that was there, so that the first update after the change is an ordinary one. Counters of updates stay.
+    """
+
+    def __init__(self, tensors: dict[str, Any], cfg: ModelConfig, size_before: Size) -> None:
+        """Has `tensors` ask for positions of the grid before, whole, in place of the live ones.
+
+        Args:
+            tensors: as `TrainState.tensors` gives them; is changed.
+            cfg: of the model as it is now.
+            size_before: the image size that the checkpoint's model had.
+        """
+        self.cfg = cfg
+        self.grid = dataclasses.replace(cfg, img_size=size_before).grid_size()
+        rows = math.prod(self.grid) - math.prod(cfg.grid_size())
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor, str]] = []  # what is read, where it goes, how
+
+        def before(live: torch.Tensor, interpolation: str) -> torch.Tensor:
+            whole = torch.empty(live.shape[0], live.shape[1] + rows, *live.shape[2:], dtype=live.dtype)
+            self.pairs.append((whole, live, interpolation))
+            return whole
+
+        for part in ("model", "ema"):
+            if POSITIONS in tensors.get(part, {}):
+                tensors[part] = tensors[part] | {POSITIONS: before(tensors[part][POSITIONS], "bicubic")}
+        if moments := tensors["optim"].get(POSITIONS):
+            resampled = {key: before(value, "bilinear") if value.ndim == 3 else value for key, value in moments.items()}
+            tensors["optim"] = tensors["optim"] | {POSITIONS: resampled}
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Into the model, the averages and the optimizer, this rank's part of each."""
+        for whole, live, interpolation in self.pairs:
+            resampled = weights_in.resample_positions(whole, self.grid, self.cfg, interpolation=interpolation)
+            to_local(live).copy_(local_slice(resampled, live))
 
 
 def _stream(cfg: Config, sizes: RunSizes) -> dict[str, int]:
@@ -206,6 +274,8 @@ def _stream(cfg: Config, sizes: RunSizes) -> dict[str, int]:
     return {
         "seed": cfg.seed,
         "global_batch_size": cfg.global_batch_size,
+        "first_step": sizes.first_step,
+        "first_sample": sizes.first_sample,
         "num_train_images": sizes.num_train_images,
         "repeated_augmentation": cfg.data.repeated_augmentation,
     }
@@ -217,11 +287,15 @@ def _stream_changes(saved: dict[str, Any], cfg: Config, sizes: RunSizes) -> list
     if then is None:  # written before 0.2
         return []
     lines = []
-    if then["global_batch_size"] != now["global_batch_size"]:
-        seen, goes_on = saved["step"] * then["global_batch_size"], saved["step"] * now["global_batch_size"]
+    # In older checkpoints the stream is counted from step 0 on.
+    since = saved["step"] - then.get("first_step", 0)
+    seen, goes_on = then.get("first_sample", 0) + since * then["global_batch_size"], sizes.samples_at(saved["step"])
+    if seen != goes_on:
         what = f"{abs(goes_on - seen)} samples are {'left out' if goes_on > seen else 'seen again'}"
+        batches = then["global_batch_size"], now["global_batch_size"]
+        why = "data.size_schedule is another" if batches[0] == batches[1] else "global_batch_size was {}, is {}"
         lines.append(
-            f"global_batch_size was {then['global_batch_size']}, is {now['global_batch_size']}: "
+            f"{why.format(*batches)}: "
             f"step {saved['step'] + 1} begins at sample {goes_on} of the stream, not at {seen}; {what}"
         )
     for key in ("seed", "num_train_images", "repeated_augmentation"):
@@ -311,11 +385,15 @@ def _check_same(
     name: str,
     cfg: Config,
     sizes: RunSizes,
+    img_size: Size,
 ) -> None:
-    """Refuse a checkpoint by the name of the first difference. DCP alone would ignore keys that the model lacks."""
+    """Refuse a checkpoint by the name of the first difference. DCP alone would ignore keys that the model lacks.
+
+    `img_size` is what it must have been written with.
+    """
     advice = "use that config, another output_dir, or checkpoint.resume_from_checkpoint=false"
     options = LATER_OPTIONS | saved["model"]
-    for key, value in to_plain(cfg)["model"].items():
+    for key, value in (to_plain(cfg)["model"] | {"img_size": json.loads(json.dumps(img_size))}).items():
         if key not in FREE_OPTIONS and options.get(key) != value:
             raise ConfigError(f"{name} was written with model.{key}={options.get(key)}, not {value}: {advice}")
     if saved["classes"] != list(sizes.classes):
@@ -382,7 +460,7 @@ class Saver:
             "run_id": resumed.run_id,
             "script": Path(sys.argv[0]).stem,  # with the next two, for tools/replay.py
             "world_size": sizes.world_size,
-            "schedule_steps": sizes.schedule_steps,
+            "schedule_steps": cfg.lr_scheduler.num_training_steps or sizes.num_train_steps,
             "stream": _stream(cfg, sizes),
             "model": to_plain(cfg)["model"],
             "fp8_config": to_plain(cfg)["fp8_config"],

@@ -6,7 +6,8 @@
 The training set is one endless stream of samples. Sample n = step x global batch + position; its epoch is n // N, its
 place in that epoch's order n % N, and its augmentation follows from (seed, n). So neither the worker count, nor
 the world size, nor the number of resumes can change what a step sees, and no loader state is ever saved: a resumed run
-starts the stream at its step. Batches are uint8 (B, C, Y, X); they are normalised on the device.
+starts the stream at its step. Batches are uint8 (B, C, Y, X); they are normalised on the device. Where
+data.size_schedule changes the global batch, the stream goes on where the steps before ended (`RunSizes.samples_at`).
 """
 
 import functools
@@ -60,7 +61,12 @@ ImageSource = Folder | tar_shards.Shards  # labels, name(index), read(index)
 
 
 def run_sizes(cfg: Config, world_size: int) -> RunSizes:
-    """The run's record of sizes, once everything about the data was found right; before a process group starts.
+    """The run's record of sizes, or that of its first stage; raises as `stage_sizes`."""
+    return stage_sizes(cfg, world_size)[0]
+
+
+def stage_sizes(cfg: Config, world_size: int) -> list[RunSizes]:
+    """The records of the run's stages, once everything about the data was found right; before a process group starts.
 
     Raises:
         ConfigError: a folder is missing or empty, it has more classes than the model, a validation class is unknown to
@@ -81,12 +87,13 @@ def run_sizes(cfg: Config, world_size: int) -> RunSizes:
             f"data.path={cfg.data.path} has {len(classes)} classes, model.num_classes={cfg.model.num_classes}: "
             f"set model.num_classes={len(classes)}"
         )
-    if num_train < cfg.global_batch_size:
+    if num_train < (largest := max(stage.global_batch_size for stage in cfg.stages())):
         raise ConfigError(
-            f"global_batch_size={cfg.global_batch_size} is more than the {num_train} training images of "
+            f"global_batch_size={largest} is more than the {num_train} training images of "
             f"{cfg.data.path or 'data.num_synthetic_train'}: use at most {num_train}"
         )
-    return RunSizes.of(cfg, world_size=world_size, num_train_images=num_train, num_val_images=num_val, classes=classes)
+    data = {"num_train_images": num_train, "num_val_images": num_val, "classes": classes}
+    return RunSizes.stages(cfg, world_size=world_size, **data)
 
 
 def list_images(cfg: DataConfig, split: str) -> ImageSource:
@@ -218,13 +225,13 @@ class TrainSampler(Sampler):
         rank: int,
         start_step: int,
     ) -> None:
-        self.global_batch_size = cfg.global_batch_size
+        self.sizes, self.global_batch_size = sizes, sizes.global_batch_size
         self.micro_batch_size, self.accumulation = sizes.micro_batch_size, sizes.accumulation
         self.num_images = sizes.num_train_images
         self.repeats = cfg.data.repeated_augmentation
         self.order = functools.lru_cache(maxsize=2)(order)  # a batch can span two epochs
         self.rank = rank
-        self.steps = range(start_step, sizes.num_train_steps)
+        self.steps = range(start_step, sizes.last_step)
 
     def __len__(self) -> int:
         return len(self.steps) * self.accumulation
@@ -232,7 +239,7 @@ class TrainSampler(Sampler):
     def __iter__(self) -> Iterator[list[Key]]:
         per_rank = self.micro_batch_size * self.accumulation
         for step in self.steps:
-            first = step * self.global_batch_size + self.rank * per_rank
+            first = self.sizes.samples_at(step) + self.rank * per_rank
             for start in range(first, first + per_rank, self.micro_batch_size):
                 yield [(n, self.index(n)) for n in range(start, start + self.micro_batch_size)]
 
@@ -242,9 +249,10 @@ class TrainSampler(Sampler):
         With repeated augmentation (Hoffer et al., arXiv 1901.09335) a batch has each of its images `repeats` times,
         half a batch and so on apart, and the stream of images goes that much slower; an epoch still is N samples.
         """
-        step, position = divmod(number, self.global_batch_size)
+        step, position = divmod(number - self.sizes.first_sample, self.global_batch_size)
         images = self.global_batch_size // self.repeats
-        epoch, place = divmod(step * images + position % images, self.num_images)
+        before = self.sizes.first_sample // self.repeats
+        epoch, place = divmod(before + step * images + position % images, self.num_images)
         return int(self.order(epoch)[place])
 
 

@@ -156,6 +156,8 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
     import vit_te
     from interop import hugging_face
 
+    for stage in cfg.stages()[1:]:
+        check_script(stage, script, world_size)
     for key, is_on, package in (
         (f"wandb.mode={cfg.wandb.mode}", cfg.wandb.mode != "disabled", "wandb"),
         (f"tensorboard.enabled={str(cfg.tensorboard.enabled).lower()}", cfg.tensorboard.enabled, "tensorboard"),
@@ -232,6 +234,8 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
                     "and checkpoints would lose the rest; use train_fsdp2.py"
                 )
         _refuse_later_options(cfg, "in train_mfsdp.py: not seen to work there; use train_fsdp2.py")
+        if cfg.data.size_schedule is not None:
+            raise ConfigError("data.size_schedule in train_mfsdp.py: not seen to work there; use train_fsdp2.py")
         if outer > 1 and shard == 1:
             # Seen with 0.6.1: gradients of two replicas, each one rank, are twice DDP's (tests/test_gpu.py compares
             # them). By its code the division by the number of ranks is left to the reduction inside a shard group.

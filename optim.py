@@ -429,9 +429,11 @@ def lr_at(step: int, cfg: Config, sizes: RunSizes) -> float:
     - constant: lr
 
     The last two fall in a straight line over the last num_cooldown_steps steps, what is above min_lr to 0. Past the
-    schedule's end all stay where they are; without a cooldown rsqrt and constant have no end.
+    schedule's end all stay where they are; without a cooldown rsqrt and constant have no end. An entry of
+    data.size_schedule may begin a schedule of its own, whose steps count from there.
     """
     schedule, peak = cfg.lr_scheduler, peak_lr(cfg)
+    step -= sizes.schedule_start
     length, warmup = sizes.schedule_steps, sizes.num_warmup_steps
     since_warmup = step - warmup
     if since_warmup <= 0:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from fractions import Fraction as ExactFraction
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
 
@@ -465,6 +465,22 @@ def _check_policy(policy: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class SizeChange:
+    """An entry of `data.size_schedule`: what changes at an epoch. What it leaves out stays as it was before."""
+
+    epoch: PositiveFloat
+    """Epochs of the run before it, rounded down to steps."""
+    img_size: Size
+    """model.img_size from there on."""
+    global_batch_size: PositiveInt | None = None
+    """global_batch_size from there on."""
+    lr: PositiveFloat | None = None
+    """optimizer.lr of a schedule that begins anew there, and ends with the run or at the next entry that has one."""
+    num_warmup_epochs: PositiveFloat | None = None
+    """With lr: that schedule's warmup; left out = none."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
     """Where images come from, how they are cut and what else happens to those of the training set."""
 
@@ -475,6 +491,10 @@ class DataConfig:
     also s3://bucket/prefix; null with source synthetic only."""
     image_size: Size
     """Pixels of an image as the model gets it, always model.img_size: one setting drives the model and both crops."""
+    size_schedule: tuple[SizeChange, ...] | None
+    """Other sizes than model.img_size from an epoch on, as [{epoch: 200, img_size: 48}]; an entry may give
+    global_batch_size, too, and lr with num_warmup_epochs, with which the learning rate's schedule begins anew; null =
+    one size."""
     num_workers: NonNegativeInt
     """Loader processes a rank; the order and the pixels do not depend on it."""
     worker_timeout_s: PositiveInt
@@ -1134,6 +1154,8 @@ class Config:
             )
         if self.distillation.kind != "none":
             self._check_distillation()
+        if self.data.size_schedule is not None:
+            self._check_size_schedule(self.data.size_schedule)
         self._check_transformer_engine()
         if self.fp8_config.enabled:
             fp8_layers(self.model, self.fp8_config.layers)
@@ -1157,6 +1179,61 @@ class Config:
         for key in ("min_lr", "warmup_start_lr"):
             if (rate := getattr(self.lr_scheduler, key)) > peak_lr(self):
                 raise ConfigError(f"lr_scheduler.{key}={rate} is above {peak_lr_in_words(self)}: lower it")
+
+    def stages(self) -> tuple["Config", ...]:
+        """This config; with data.size_schedule one for each entry's part of the run, too, none of which has that."""
+        if self.data.size_schedule is None:
+            return (self,)
+        data = dataclasses.replace(self.data, size_schedule=None)
+        stages = [dataclasses.replace(self, data=data)]
+        for change in self.data.size_schedule:
+            before = stages[-1]
+            values: dict[str, Any] = {
+                "model": dataclasses.replace(before.model, img_size=change.img_size),
+                "data": dataclasses.replace(data, image_size=change.img_size),
+                "global_batch_size": change.global_batch_size or before.global_batch_size,
+            }
+            if change.lr is not None:
+                warmup = change.num_warmup_epochs
+                lengths = {"num_warmup_steps": 0 if warmup is None else None, "num_warmup_epochs": warmup}
+                values["optimizer"] = dataclasses.replace(before.optimizer, lr=change.lr)
+                values["lr_scheduler"] = dataclasses.replace(before.lr_scheduler, **lengths)
+            stages.append(dataclasses.replace(before, **values))
+        return tuple(stages)
+
+    def _check_size_schedule(self, changes: tuple[SizeChange, ...]) -> None:
+        """Refuse a schedule that is none, a stage that is no run, and what was not seen to work with several sizes."""
+        key = "data.size_schedule"
+        epochs = [change.epoch for change in changes]
+        if not changes:
+            raise ConfigError(f"{key}=[] changes nothing: give an entry, as [{{epoch: 200, img_size: 48}}], or null")
+        if epochs != sorted(set(epochs)):
+            raise ConfigError(f"{key} has the epochs {_text(epochs)}: put its entries in their order")
+        if self.num_epochs is not None and epochs[-1] >= self.num_epochs:
+            raise ConfigError(
+                f"{key} has an entry for epoch {epochs[-1]:g}, num_epochs={self.num_epochs:g} ends before it: train "
+                f"longer, or leave the entry out ({key}=null: all of them)"
+            )
+        for change in changes:
+            if change.num_warmup_epochs is not None and change.lr is None:
+                raise ConfigError(
+                    f"{key}, epoch {change.epoch:g}: num_warmup_epochs={change.num_warmup_epochs:g} without lr, whose "
+                    "warmup it would be: give lr, or leave it out"
+                )
+        for given, is_refused, fix in (
+            ("checkpoint.ckpt_dir=null", self.checkpoint.ckpt_dir is None, "give it a folder: a size ends with a save"),
+            ("model.transformer_engine=true", self.model.transformer_engine, "set it to false; not seen to work"),
+            (f"distillation.kind={self.distillation.kind}", self.distillation.kind != "none", "set none; likewise"),
+        ):
+            if is_refused:
+                raise ConfigError(f"{given} with {key}: {fix.replace('likewise', 'not seen to work')}, or {key}=null")
+        try:
+            self.stages()
+        except ValidationError as error:
+            raised = error.errors()[0].get("ctx", {}).get("error")
+            if not isinstance(raised, ConfigError):
+                raise
+            raise ConfigError(f"{key}: {raised}") from None
 
     def _check_distillation(self) -> None:
         """Refuse what was not seen to work with a teacher."""
@@ -1454,29 +1531,43 @@ def split_batch(cfg: Config, world_size: int) -> BatchSplit:
 class RunSizes:
     """The numbers that follow from the config, the ranks and the data: made once a run, passed to all that need one.
 
+    With data.size_schedule a stage, the part of the run with images of one size, has a record of its own.
+
     Attributes:
         world_size: ranks of the job.
         dp_size: ranks whose batches differ, world_size / distributed.tp.
+        global_batch_size: images of a step.
         micro_batch_size: images a rank and forward pass.
         accumulation: forward passes a step.
         num_train_images: images of an epoch.
         num_val_images: images of an evaluation.
         classes: their names, in the order of their labels; empty for synthetic data.
         num_train_steps: optimizer updates of the run.
-        num_warmup_steps: updates until the learning rate is at its peak.
-        schedule_steps: updates over which the learning rate's schedule runs.
+        first_step: updates before the stage; 0 without stages.
+        first_sample: of the stream of samples, where the stage begins.
+        last_step: the stage's last update; num_train_steps without stages.
+        size_before: the image size of the stage before this one; None in the first.
+        schedule_start: updates before the learning rate's schedule, 0 but where a stage has one of its own.
+        num_warmup_steps: updates of that schedule until the learning rate is at its peak.
+        schedule_steps: updates over which it runs.
         evaluate_every: steps between evaluations; None = never.
         save_every: steps between checkpoints; None = only a new best and the last.
     """
 
     world_size: int
     dp_size: int
+    global_batch_size: int
     micro_batch_size: int
     accumulation: int
     num_train_images: int
     num_val_images: int
     classes: tuple[str, ...]
     num_train_steps: int
+    first_step: int
+    first_sample: int
+    last_step: int
+    size_before: Size | None
+    schedule_start: int
     num_warmup_steps: int
     schedule_steps: int
     evaluate_every: int | None
@@ -1486,43 +1577,89 @@ class RunSizes:
         """Which of the `dp_size` parts of a batch is this rank's; the ranks of a tp group are neighbours."""
         return rank * self.dp_size // self.world_size
 
+    def samples_at(self, step: int) -> int:
+        """Samples of the stream before the update that follows `step`, one of this stage or the one before it."""
+        return self.first_sample + (step - self.first_step) * self.global_batch_size
+
     @classmethod
-    def of(
+    def of(cls, cfg: Config, **data: Any) -> "RunSizes":
+        """The record of a run, or of its first stage, on `data` as of `stages`."""
+        return cls.stages(cfg, **data)[0]
+
+    @classmethod
+    def stages(
         cls, cfg: Config, *, world_size: int, num_train_images: int, num_val_images: int, classes: tuple[str, ...] = ()
-    ) -> "RunSizes":
-        """The record of a run on data of these sizes.
+    ) -> list["RunSizes"]:
+        """The records of the stages of `cfg.stages()` that the run reaches, on data of these sizes; one without stages.
 
         Raises:
-            ConfigError: the batch does not divide, or the run would have no step.
+            ConfigError: a batch does not divide, or the run or a stage would have no step.
         """
-        batch = split_batch(cfg, world_size)
+        configs, changes = cfg.stages(), cfg.data.size_schedule or ()
+        batches = [split_batch(stage, world_size) for stage in configs]
 
-        def steps(epochs: float | None) -> int:
+        def steps(epochs: float | None, stage: Config, *, after: int = 0) -> int:
             assert epochs is not None  # the rules of the sections leave no other case
             # The number as it was typed: 4.1 x 60 / 2 is 123, in floats a little less.
-            return math.floor(ExactFraction(str(epochs)) * num_train_images / cfg.global_batch_size)
+            return math.floor((ExactFraction(str(epochs)) * num_train_images - after) / stage.global_batch_size)
 
-        def interval(every_n_steps: int | None, every_n_epochs: float | None) -> int | None:
-            return every_n_steps if every_n_epochs is None else max(steps(every_n_epochs), 1)
+        def interval(every_n_steps: int | None, every_n_epochs: float | None, stage: Config) -> int | None:
+            return every_n_steps if every_n_epochs is None else max(steps(every_n_epochs, stage), 1)
 
-        total = steps(cfg.num_epochs) if cfg.num_train_steps is None else cfg.num_train_steps
-        if total < 1:
+        starts = [(0, 0)]  # of the stages: updates and samples before them
+        for stage, change in zip(configs, changes, strict=False):
+            step, sample = starts[-1]
+            if (length := steps(change.epoch, stage, after=sample)) < 1:
+                raise ConfigError(
+                    f"data.size_schedule, epoch {change.epoch:g}: less than a step of {stage.global_batch_size} images "
+                    "lies before it: change the size later"
+                )
+            starts.append((step + length, sample + length * stage.global_batch_size))
+        step, sample = starts[-1]
+        total = step + steps(cfg.num_epochs, configs[-1], after=sample) if cfg.num_train_steps is None else None
+        if total is not None and total <= step:
+            where = f" after epoch {changes[-1].epoch:g}" if changes else ""
             raise ConfigError(
-                f"num_epochs={cfg.num_epochs} of {num_train_images} images is less than one step: train longer"
+                f"num_epochs={cfg.num_epochs} of {num_train_images} images is less than one step{where}: train longer"
             )
-        schedule, saving = cfg.lr_scheduler, cfg.checkpoint
-        warmup = schedule.num_warmup_steps
-        return cls(
-            world_size=world_size,
-            dp_size=world_size // (cfg.distributed.tp or 1),
-            micro_batch_size=batch.micro_batch_size,
-            accumulation=batch.accumulation,
-            num_train_images=num_train_images,
-            num_val_images=num_val_images,
-            classes=classes,
-            num_train_steps=total,
-            num_warmup_steps=steps(schedule.num_warmup_epochs) if warmup is None else warmup,
-            schedule_steps=schedule.num_training_steps or total,
-            evaluate_every=interval(cfg.evaluation.every_n_steps, cfg.evaluation.every_n_epochs),
-            save_every=interval(saving.save_every_n_steps, saving.save_every_n_epochs),
-        )
+        total = cfg.num_train_steps or total
+        assert total is not None
+
+        # Which stage the schedule of each one's learning rate began with, and the step of its end.
+        owners = [0]
+        for number, change in enumerate(changes, 1):
+            owners.append(owners[-1] if change.lr is None else number)
+        found = []
+        for number, (stage, batch, owner) in enumerate(zip(configs, batches, owners, strict=True)):
+            first_step, first_sample = starts[number]
+            if first_step >= total:
+                break
+            later = [starts[other][0] for other in sorted({*owners}) if other > owner]
+            schedule_end = min(later, default=cfg.lr_scheduler.num_training_steps or total)
+            warmup = stage.lr_scheduler.num_warmup_steps
+            if warmup is None:
+                warmup = steps(stage.lr_scheduler.num_warmup_epochs, configs[owner])
+            evaluation, saving = stage.evaluation, stage.checkpoint
+            found.append(
+                cls(
+                    world_size=world_size,
+                    dp_size=world_size // (cfg.distributed.tp or 1),
+                    global_batch_size=stage.global_batch_size,
+                    micro_batch_size=batch.micro_batch_size,
+                    accumulation=batch.accumulation,
+                    num_train_images=num_train_images,
+                    num_val_images=num_val_images,
+                    classes=classes,
+                    num_train_steps=total,
+                    first_step=first_step,
+                    first_sample=first_sample,
+                    last_step=min(starts[number + 1][0], total) if number < len(changes) else total,
+                    size_before=configs[number - 1].model.img_size if number else None,
+                    schedule_start=starts[owner][0],
+                    num_warmup_steps=warmup,
+                    schedule_steps=schedule_end - starts[owner][0],
+                    evaluate_every=interval(evaluation.every_n_steps, evaluation.every_n_epochs, stage),
+                    save_every=interval(saving.save_every_n_steps, saving.save_every_n_epochs, stage),
+                )
+            )
+        return found

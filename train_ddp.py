@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 from distillation import build_teacher
-from imagenet_dataset import build_loaders, run_sizes
 from modeling import build_model, prepare_blocks
 from optim import build_optimizer
 from runtime.process_group import dist_session
+from runtime.session import Session
 from schema import Config, RunSizes, pair
 from trainer import Run, train
 
@@ -27,46 +27,46 @@ from trainer import Run, train
 def main(cfg: Config) -> dict[str, float]:
     """One training run; returns the last value of every metric."""
     with dist_session(cfg) as session:
-        sizes = run_sizes(cfg, session.world_size)
+        return train(build, cfg, session)
 
-        # Mesh: one axis, over which batches differ and weights do not.
-        device = session.device
-        mesh = init_device_mesh(device.type, (session.world_size,), mesh_dim_names=("dp",))
 
-        # Model: FP32 weights on the device, BF16 by autocast in the forward pass. Recompute and compile come before
-        # the wrapper, so that its hooks stay outside.
-        with device:
-            module = build_model(cfg.model, cfg.fp8_config)
-        module.init_weights(cfg.seed)
-        prepare_blocks(module, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
-        module.forward = autocast(module.forward)
-        model = DistributedDataParallel(
-            module,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            process_group=mesh.get_group("dp"),
-            bucket_cap_mb=cfg.ddp.bucket_cap_mb,
-            gradient_as_bucket_view=True,
-        )
+def build(cfg: Config, session: Session, sizes: RunSizes) -> Run:
+    """All that the strategy decides; with data.size_schedule made anew for each image size."""
+    # Mesh: one axis, over which batches differ and weights do not.
+    device = session.device
+    mesh = init_device_mesh(device.type, (session.world_size,), mesh_dim_names=("dp",))
 
-        # Optimizer: the whole of it on every rank.
-        optimizer = build_optimizer(model, cfg, no_weight_decay=module.no_weight_decay())
+    # Model: FP32 weights on the device, BF16 by autocast in the forward pass. Recompute and compile come before
+    # the wrapper, so that its hooks stay outside.
+    with device:
+        module = build_model(cfg.model, cfg.fp8_config)
+    module.init_weights(cfg.seed)
+    prepare_blocks(module, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
+    module.forward = autocast(module.forward)
+    model = DistributedDataParallel(
+        module,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        process_group=mesh.get_group("dp"),
+        bucket_cap_mb=cfg.ddp.bucket_cap_mb,
+        gradient_as_bucket_view=True,
+    )
 
-        # Gradients: averaged over ranks in the last microbatch's backward pass, summed locally before it.
-        def grad_sync(is_last: bool) -> contextlib.AbstractContextManager:
-            return contextlib.nullcontext() if is_last else model.no_sync()
+    # Optimizer: the whole of it on every rank.
+    optimizer = build_optimizer(model, cfg, no_weight_decay=module.no_weight_decay())
 
-        # DDP puts its buckets in the order of the first backward pass, which changes the order of sums over three and
-        # more ranks. Let it, on noise, before the first real step: a resumed run then sums as the straight one does.
-        settle_buckets(model, cfg, sizes, device)
+    # Gradients: averaged over ranks in the last microbatch's backward pass, summed locally before it.
+    def grad_sync(is_last: bool) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if is_last else model.no_sync()
 
-        # Restore, then train from there.
-        state = checkpoint.TrainState(model, optimizer, module.scaling, cfg.ema)
-        resumed = checkpoint.restore(state, cfg, session, sizes)
-        loaders = build_loaders(cfg, sizes, rank=session.rank, start_step=resumed.step)
-        teacher = build_teacher(cfg, sizes, device, mesh)
-        run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image(), teacher)
-        return train(run, cfg, session, sizes, loaders=loaders, resumed=resumed)
+    # DDP puts its buckets in the order of the first backward pass, which changes the order of sums over three and
+    # more ranks. Let it, on noise, before the first real step: a resumed run then sums as the straight one does.
+    settle_buckets(model, cfg, sizes, device)
+
+    # What `train` restores before it goes on from there.
+    state = checkpoint.TrainState(model, optimizer, module.scaling, cfg.ema)
+    teacher = build_teacher(cfg, sizes, device, mesh)
+    return Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image(), teacher)
 
 
 def settle_buckets(model: DistributedDataParallel, cfg: Config, sizes: RunSizes, device: torch.device) -> None:

@@ -15,84 +15,82 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import checkpoint
 from distillation import build_teacher
-from imagenet_dataset import build_loaders, run_sizes
 from modeling import build_model, prepare_blocks
 from optim import build_optimizer, no_op_steps
 from runtime.process_group import dist_session
-from schema import Config
+from runtime.session import Session
+from schema import Config, RunSizes
 from trainer import Run, train
 
 
 def main(cfg: Config) -> dict[str, float]:
     """One training run; returns the last value of every metric."""
+    with dist_session(cfg) as session:
+        return train(build, cfg, session)
+
+
+def build(cfg: Config, session: Session, sizes: RunSizes) -> Run:
+    """All that the strategy decides; with data.size_schedule made anew for each image size."""
     # Imported here: it warns about missing libraries even where this script only says that it needs CUDA.
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
     from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
 
-    with dist_session(cfg) as session:
-        sizes = run_sizes(cfg, session.world_size)
+    # Mesh: ranks along dp_shard share one copy of the weights, ranks along dp_outer hold replicas of it. The
+    # library wants a tp axis, of size 1 too.
+    device = session.device
+    outer = cfg.distributed.dp_outer or 1
+    shape = (outer, session.world_size // outer, 1)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_outer", "dp_shard", "tp"))
+    hybrid_group = mesh["dp_outer", "dp_shard"]._flatten("dp").get_group() if outer > 1 else None
 
-        # Mesh: ranks along dp_shard share one copy of the weights, ranks along dp_outer hold replicas of it. The
-        # library wants a tp axis, of size 1 too.
-        device = session.device
-        outer = cfg.distributed.dp_outer or 1
-        shape = (outer, session.world_size // outer, 1)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_outer", "dp_shard", "tp"))
-        hybrid_group = mesh["dp_outer", "dp_shard"]._flatten("dp").get_group() if outer > 1 else None
+    # Model: built without storage, in BF16; the library shards it unit by unit as it gives it storage, and keeps
+    # FP32 main weights. It copies those from the BF16 ones, so that `init_weights` gives them their FP32 values.
+    # Recompute and compile come first, so that the library's hooks stay outside.
+    sharded_weights = cfg.mfsdp.zero_dp_strategy != "no_shard"
+    with torch.device("meta" if sharded_weights else device):
+        module = build_model(cfg.model, cfg.fp8_config).to(torch.bfloat16)
+    prepare_blocks(module, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
+    model = fully_shard_model(
+        module,
+        device_mesh=mesh,
+        dp_shard_dim="dp_shard",
+        dp_outer_dim="dp_outer" if outer > 1 else None,
+        hybrid_fsdp_group=hybrid_group,
+        tp_dim="tp",
+        fsdp_unit_modules=list({type(unit) for unit in module.shard_units()}),
+        zero_dp_strategy=cfg.mfsdp.zero_dp_strategy,
+        outer_dp_sharding_strategy=cfg.mfsdp.outer_dp_sharding_strategy,
+        init_model_with_meta_device=sharded_weights,
+        cuda_graph_mode=cfg.cuda_graphs,  # zero_grad leaves the gradients where a replay writes them
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32),
+    )
+    preprocess_state_dict_for_uneven_dtensor(dict(module.named_parameters()))  # shards learn where they lie
+    module.init_weights(cfg.seed)
+    module.reset_scaling()  # the library drew weights of its own, and FP8 ones were measured
+    model.install_optimized_model_weights()  # main weights -> BF16 (or FP8) weights
 
-        # Model: built without storage, in BF16; the library shards it unit by unit as it gives it storage, and keeps
-        # FP32 main weights. It copies those from the BF16 ones, so that `init_weights` gives them their FP32 values.
-        # Recompute and compile come first, so that the library's hooks stay outside.
-        sharded_weights = cfg.mfsdp.zero_dp_strategy != "no_shard"
-        with torch.device("meta" if sharded_weights else device):
-            module = build_model(cfg.model, cfg.fp8_config).to(torch.bfloat16)
-        prepare_blocks(module, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
-        model = fully_shard_model(
-            module,
-            device_mesh=mesh,
-            dp_shard_dim="dp_shard",
-            dp_outer_dim="dp_outer" if outer > 1 else None,
-            hybrid_fsdp_group=hybrid_group,
-            tp_dim="tp",
-            fsdp_unit_modules=list({type(unit) for unit in module.shard_units()}),
-            zero_dp_strategy=cfg.mfsdp.zero_dp_strategy,
-            outer_dp_sharding_strategy=cfg.mfsdp.outer_dp_sharding_strategy,
-            init_model_with_meta_device=sharded_weights,
-            cuda_graph_mode=cfg.cuda_graphs,  # zero_grad leaves the gradients where a replay writes them
-            mixed_precision_policy=MixedPrecisionPolicy(
-                main_params_dtype=torch.float32, main_grads_dtype=torch.float32
-            ),
-        )
-        preprocess_state_dict_for_uneven_dtensor(dict(module.named_parameters()))  # shards learn where they lie
-        module.init_weights(cfg.seed)
-        module.reset_scaling()  # the library drew weights of its own, and FP8 ones were measured
-        model.install_optimized_model_weights()  # main weights -> BF16 (or FP8) weights
+    # Optimizer: after sharding. fully_shard_optimizer takes a step of its own, which must neither decay nor count.
+    optimizer = build_optimizer(model, cfg, no_weight_decay=module.no_weight_decay())
+    with no_op_steps(optimizer):
+        fully_shard_optimizer(optimizer)
 
-        # Optimizer: after sharding. fully_shard_optimizer takes a step of its own, which must neither decay nor count.
-        optimizer = build_optimizer(model, cfg, no_weight_decay=module.no_weight_decay())
-        with no_op_steps(optimizer):
-            fully_shard_optimizer(optimizer)
+    # Gradients: reduced into FP32 shards in every backward pass; waited for, and handed to the optimizer, in the
+    # last microbatch's only.
+    def grad_sync(is_last: bool) -> contextlib.AbstractContextManager:
+        model.set_model_auto_sync(is_last)
+        return contextlib.nullcontext()
 
-        # Gradients: reduced into FP32 shards in every backward pass; waited for, and handed to the optimizer, in the
-        # last microbatch's only.
-        def grad_sync(is_last: bool) -> contextlib.AbstractContextManager:
-            model.set_model_auto_sync(is_last)
-            return contextlib.nullcontext()
-
-        # Restore, then train from there.
-        install = model.install_optimized_model_weights
-        # What lies outside the units stays gathered from one forward pass to the next, until this marks it stale.
-        gather_again = model.synchronize_param_gather
-        state = checkpoint.TrainState(
-            model, optimizer, module.scaling, cfg.ema, after_load=install, after_exchange=gather_again
-        )
-        # Moments and averages learn where they lie, too.
-        preprocess_state_dict_for_uneven_dtensor({**state.tensors(), "model": {}})
-        resumed = checkpoint.restore(state, cfg, session, sizes)
-        loaders = build_loaders(cfg, sizes, rank=session.rank, start_step=resumed.step)
-        teacher = build_teacher(cfg, sizes, device, mesh["dp_shard"])
-        run = Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image(), teacher)
-        return train(run, cfg, session, sizes, loaders=loaders, resumed=resumed)
+    # What `train` restores before it goes on from there.
+    install = model.install_optimized_model_weights
+    # What lies outside the units stays gathered from one forward pass to the next, until this marks it stale.
+    gather_again = model.synchronize_param_gather
+    state = checkpoint.TrainState(
+        model, optimizer, module.scaling, cfg.ema, after_load=install, after_exchange=gather_again
+    )
+    # Moments and averages learn where they lie, too.
+    preprocess_state_dict_for_uneven_dtensor({**state.tensors(), "model": {}})
+    teacher = build_teacher(cfg, sizes, device, mesh["dp_shard"])
+    return Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image(), teacher)
 
 
 if __name__ == "__main__":

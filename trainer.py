@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -15,13 +16,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import checkpoint
-from imagenet_dataset import PADDING, Batch, list_images
+from imagenet_dataset import PADDING, Batch, build_loaders, list_images, stage_sizes
 from input_pipeline.augment import Mixup
 from observability.fp8_statistics import Fp8Statistics
 from observability.metrics import MetricLogger, Speed, top_k_hits
 from observability.profiling import Profiler
 from optim import clip_grad_norm_, lr_at
 from runtime import cuda_graphs, preemption, seeding, shared_memory
+from runtime.phases import START_ALLOWANCE_S
+from runtime.process_group import set_kernels
 from runtime.run_folder import changed_keys, set_status, write_config
 from runtime.session import Session
 from schema import Config, DistillationConfig, LossConfig, RunError, RunSizes, peak_lr, peak_lr_in_words
@@ -83,35 +86,103 @@ class StepResult:
     lr: float
 
 
-def train(
-    run: Run,
-    cfg: Config,
-    session: Session,
-    sizes: RunSizes,
-    *,
-    loaders: tuple[Iterable[Batch], Iterable[Batch]],
-    resumed: checkpoint.Resumed,
-) -> dict[str, float]:
-    """Train from `resumed.step` to the end of the run; returns the last value of every metric.
+def train(build: Callable[[Config, Session, RunSizes], Run], cfg: Config, session: Session) -> dict[str, float]:
+    """One training run, from where its checkpoints left it; returns the last value of every metric.
+
+    With data.size_schedule the run is a row of stages, each with images of one size. A stage ends with a checkpoint,
+    and the next one begins as a resumed run does, with all that knows the size made anew: model, optimizer, loaders,
+    graphs. So it makes no difference whether the run was stopped before a border, at it or after it.
+
+    Args:
+        build: makes what a strategy decides, of the run or of a stage.
+        cfg: the run's.
+        session: the process's.
 
     Raises:
         NonFiniteError: on all ranks together, at the next log step or save after it happened.
         RunError: on all ranks together: a checkpoint could not be written.
     """
+    stages = list(zip(cfg.stages(), stage_sizes(cfg, session.world_size), strict=False))
+    if absent := len(cfg.stages()) - len(stages):
+        logger.warning("data.size_schedule: the run ends before its last %d entries", absent)
+    if len(stages) > 1:
+        step, is_unscored = checkpoint.progress_of(cfg, session)
+        stages = [*(stage for stage in stages[:-1] if step < stage[1].last_step + is_unscored), stages[-1]]
+    metrics, profiler = None, None
+    for number, (stage, sizes) in enumerate(stages):
+        if number:
+            logger.info("from step %d on images of %s px", sizes.first_step + 1, stage.model.img_size)
+            stage = _at_border(stage, session)
+        set_kernels(stage)
+        run = build(stage, session, sizes)
+        resumed = checkpoint.restore(run.state, stage, session, sizes)
+        if metrics is None or profiler is None:
+            total = sizes.num_train_steps
+            metrics = MetricLogger(cfg, session, start_step=resumed.step, total_steps=total, run_id=resumed.run_id)
+            profiler = Profiler(cfg, session, start_step=resumed.step)
+        loaders = build_loaders(stage, sizes, rank=session.rank, start_step=resumed.step)
+        given = {"loaders": loaders, "resumed": resumed, "metrics": metrics, "profiler": profiler}
+        progress = train_stage(run, stage, session, sizes, whole=cfg, **given)
+        if session.stop.signal:
+            break
+        del run, loaders, given  # before the next stage's are made
+    assert metrics is not None  # the last stage is always there
+    assert profiler is not None
+    profiler.close()
+    metrics.close(progress.step, progress.best)
+    set_status(session, "running", progress.step)
+    return metrics.last
+
+
+def _at_border(stage: Config, session: Session) -> Config:
+    """Get ready for another image size; the stage's config, which goes on from the checkpoint of the one before it."""
+    session.phases.begin("starting", START_ALLOWANCE_S)
+    gc.collect()  # a wrapped model is full of circles
+    if session.device.type == "cuda":
+        torch.cuda.empty_cache()
+    torch.compiler.reset()  # else a second size would have torch.compile make all sizes dynamic
+    return dataclasses.replace(stage, checkpoint=dataclasses.replace(stage.checkpoint, resume_from_checkpoint=True))
+
+
+def train_stage(
+    run: Run,
+    cfg: Config,
+    session: Session,
+    sizes: RunSizes,
+    *,
+    whole: Config,
+    loaders: tuple[Iterable[Batch], Iterable[Batch]],
+    resumed: checkpoint.Resumed,
+    metrics: MetricLogger,
+    profiler: Profiler,
+) -> Progress:
+    """Train from `resumed.step` to the end of the run, or of a stage; returns where that left it.
+
+    Args:
+        run: what the entrypoint made.
+        cfg: the run's or the stage's.
+        session: the process's.
+        sizes: the run's or the stage's.
+        whole: the run's config.
+        loaders: of training and validation.
+        resumed: where to go on from.
+        metrics: the run's.
+        profiler: the run's.
+    """
     train_loader, val_loader = loaders
-    total_steps, saves = sizes.num_train_steps, cfg.checkpoint.ckpt_dir is not None
-    was_finished = resumed.step >= total_steps and not resumed.is_unscored
+    last_step, saves = sizes.last_step, cfg.checkpoint.ckpt_dir is not None
+    ends_run = last_step == sizes.num_train_steps
+    was_finished = resumed.step >= last_step and not resumed.is_unscored
     if not was_finished:
-        write_config(cfg, session)
+        write_config(whole, session)
     _introduce(run, cfg, session, sizes, start_step=resumed.step)
     shared_memory.warn_if_small(cfg, session)
     normalize, mixup = Normalize(cfg, session.device), Mixup(cfg)
-    metrics = MetricLogger(cfg, session, start_step=resumed.step, total_steps=total_steps, run_id=resumed.run_id)
+    metrics.show_bar(resumed.step, last_step)
     # Three forward passes' worth: one forward, two in the backward, of which a linear probe has next to nothing.
     # Neither recomputation nor a teacher's forward pass counts.
     flops = run.flops_per_image * (1 if cfg.model.freeze == "backbone" else 3)
     speed = Speed(session, cfg, sizes, start_step=resumed.step, flops_per_image=flops)
-    profiler = Profiler(cfg, session, start_step=resumed.step)
     fp8_statistics = Fp8Statistics(run.model, cfg, session)
     saver = checkpoint.Saver(run.state, cfg, session, sizes, resumed=resumed)
     check = FiniteCheck(session.device, saver)
@@ -150,12 +221,12 @@ def train(
 
     session.phases.begin("training")
     hosts_are_together = True  # whether the ranks have just waited for each other
-    for step in range(resumed.step + 1, total_steps + 1):
+    for step in range(resumed.step + 1, last_step + 1):
         # 0. Stop here if any rank was asked to: all ranks at the same step.
         session.phases.step = step
         if session.stop.agreed(wait=hosts_are_together):
             break
-        is_last_step = step == total_steps
+        is_last_step = step == last_step
 
         # 1. and 2. Forward and backward, clip, update.
         with fp8_statistics.of(step):
@@ -173,7 +244,7 @@ def train(
         progress.step, progress.scores = step, None
         check.note(step, result)
         speed.count(step)
-        metrics.bar.update()
+        metrics.count(sizes.global_batch_size)
 
         # 3. Log: the one place where the host waits for the device.
         if step % cfg.logger.frequency == 0 or is_last_step or step == 1:
@@ -183,17 +254,18 @@ def train(
             set_status(session, "running", step)
 
         # 4. Evaluate, then save: a step's checkpoint knows its score, and a new best always has one.
-        if _is_due(step, sizes.evaluate_every, is_last_step) and not evaluate_now():
+        if _is_due(step - sizes.first_step, sizes.evaluate_every, is_last_step) and not evaluate_now():
             break
         is_new_best = progress.best is not None and progress.best["step"] == step
-        hosts_are_together = saves and (is_new_best or is_last_step or _is_due(step, sizes.save_every))
+        hosts_are_together = saves and (
+            is_new_best or is_last_step or _is_due(step - sizes.first_step, sizes.save_every)
+        )
         if hosts_are_together:
             check.stop_if_not_finite()
             saver.save(step, progress.best, scores=progress.scores)
             speed.restart()
         profiler.step()
 
-    profiler.close()
     if session.stop.signal:
         if saves and progress.step > max(resumed.step, saver.step):
             check.stop_if_not_finite()
@@ -202,14 +274,12 @@ def train(
         logger.info("stopped after step %d: a rank received %s", progress.step, session.stop.signal.name)
     saver.wait()
     if was_finished:
-        logger.info("nothing to do: the run is finished (step %d of %d)", resumed.step, total_steps)
-        if session.is_main and (changed := changed_keys(cfg, session)):
+        logger.info("nothing to do: the run is finished (step %d of %d)", resumed.step, last_step)
+        if session.is_main and (changed := changed_keys(whole, session)):
             logger.warning("config.yaml stays as the run had it, without %s", ", ".join(changed[:5]))
-    if saves and cfg.checkpoint.save_final_model and not session.stop.signal:
+    if saves and ends_run and cfg.checkpoint.save_final_model and not session.stop.signal:
         session.afterwards.append(lambda: checkpoint.save_final_model(cfg, replace=not was_finished))
-    metrics.close(progress.step, progress.best)
-    set_status(session, "running", progress.step)
-    return metrics.last
+    return progress
 
 
 def pass_of(run: Run, cfg: Config, sizes: RunSizes) -> cuda_graphs.ForwardBackward:
@@ -432,13 +502,13 @@ def _best_of(step: int, result: dict[str, Any], best: dict[str, Any] | None, met
 
 def _introduce(run: Run, cfg: Config, session: Session, sizes: RunSizes, *, start_step: int) -> None:
     """Say what runs, once."""
-    total_steps, num_images = sizes.num_train_steps, sizes.num_train_images
+    last_step, num_images = sizes.last_step, sizes.num_train_images
     parameters = sum(weight.numel() for weight in run.state.weights.values())
     logger.info("mesh %s, %.2f M parameters, %s", run.mesh, parameters / 1e6, cfg.precision)
     logger.info(
         "global batch %d = %d images x %d ranks x %d microbatches; steps %d to %d, %.4g passes over %d images",
         *(cfg.global_batch_size, sizes.micro_batch_size, sizes.dp_size, sizes.accumulation),
-        *(start_step + 1, total_steps, total_steps * cfg.global_batch_size / num_images, num_images),
+        *(start_step + 1, last_step, sizes.samples_at(last_step) / num_images, num_images),
     )
     if cfg.optimizer.lr_base_size is not None:
         logger.info("peak learning rate: %s", peak_lr_in_words(cfg))
@@ -457,14 +527,14 @@ def _introduce(run: Run, cfg: Config, session: Session, sizes: RunSizes, *, star
 def _odd_lengths(run: Run, cfg: Config, sizes: RunSizes) -> Iterator[str]:
     """What is allowed, but seldom meant: a warmup or an average that is longer than the run."""
     steps = sizes.num_train_steps
-    if sizes.num_warmup_steps > steps:
+    if sizes.schedule_start + sizes.num_warmup_steps > steps:
         last = lr_at(steps, cfg, sizes)
         yield (
             f"the warmup of {sizes.num_warmup_steps} steps is longer than the run of {steps}: the learning rate ends "
             f"at {last:.3g}, {last / peak_lr(cfg):.1%} of {peak_lr_in_words(cfg)}; a tenth of the run would be "
             f"lr_scheduler.num_warmup_steps={steps // 10}"
         )
-    ema = run.state.ema
+    ema = None if sizes.first_step else run.state.ema  # said once
     if ema is not None and (share := math.prod(ema.decay(step) for step in range(2, steps + 1))) > 0.1:
         fix = "" if cfg.ema.use_warmup else "ema.use_warmup=true or "
         shorter = 0.01 ** (1 / max(steps - 1, 1))

@@ -452,7 +452,7 @@ def fit(
         kernel = tensors["patch_embed.proj.weight"]
         tensors["patch_embed.proj.weight"] = resample_patch_embed(kernel, list(wanted["patch_embed.proj.weight"][2:]))
         if "pos_embed" in tensors:
-            tensors["pos_embed"] = _resample_positions(tensors["pos_embed"], source.grid, cfg)
+            tensors["pos_embed"] = resample_positions(tensors["pos_embed"], source.grid, cfg)
         for name, tensor in tensors.items():
             if name.endswith(TABLE):
                 tensors[name] = _resample_table(tensor, source.grid, cfg)
@@ -507,13 +507,16 @@ def _compare_shapes(tensors: dict[str, Tensor], wanted: dict[str, torch.Size]) -
         )
 
 
-def _resample_positions(pos_embed: Tensor, grid: tuple[int, int] | None, cfg: ModelConfig) -> Tensor:
+def resample_positions(
+    pos_embed: Tensor, grid: tuple[int, int] | None, cfg: ModelConfig, *, interpolation: str = "bicubic"
+) -> Tensor:
     """(1, rows, D) to (1, the model's rows, D): class and register tokens' rows stay, the grid's are resampled.
 
     Args:
         pos_embed: of a source that has the model's class and register tokens.
         grid: that the embeddings were made for; None: the model's if the number of rows is, else a square.
         cfg: of the model.
+        interpolation: timm's default, or "bilinear", which makes no number that lies outside of the given ones.
 
     Raises:
         ConfigError: the grid is unknown, or not that of this many rows.
@@ -530,7 +533,8 @@ def _resample_positions(pos_embed: Tensor, grid: tuple[int, int] | None, cfg: Mo
 
     if old := grid_of(rows - prefix):
         # timm leaves equal numbers of rows alone only if the grids are equal, too: 2 x 8 becomes 4 x 4.
-        return resample_abs_pos_embed(pos_embed, [height, width], list(old), num_prefix_tokens=prefix)
+        options = {"num_prefix_tokens": prefix, "interpolation": interpolation}
+        return resample_abs_pos_embed(pos_embed, [height, width], list(old), **options)
     found = f"its pos_embed has {rows} rows, {prefix} of them for tokens, and {rows - prefix} patches are"
     option = f"set model.no_embed_class={str(not cfg.no_embed_class).lower()}"
     others_fit = tokens and grid_of(rows - (tokens - prefix))

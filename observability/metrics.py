@@ -101,9 +101,8 @@ class Speed:
         self, session: Session, cfg: Config, sizes: RunSizes, *, start_step: int, flops_per_image: float
     ) -> None:
         self.device, self.phases = session.device, session.phases
-        self.images_per_step = cfg.global_batch_size
-        self.steps_per_epoch = sizes.num_train_images / cfg.global_batch_size
-        self.epoch = start_step / self.steps_per_epoch
+        self.images_per_step, self.sizes = sizes.global_batch_size, sizes
+        self.epoch = self._epoch(start_step)
         # An epoch's time, with evaluation and saving, is known where the run sees it from its start on.
         self.epoch_start = time.perf_counter() if start_step == 0 else None
         self.epoch_seconds: float | None = None
@@ -138,13 +137,16 @@ class Speed:
     def count(self, step: int) -> None:
         """Note that step `step` is done, and when an epoch ends: by the host's clock, which is a step ahead."""
         self.steps += 1
-        before, self.epoch = self.epoch, step / self.steps_per_epoch
+        before, self.epoch = self.epoch, self._epoch(step)
         if int(before) == int(self.epoch):
             return
         now = time.perf_counter()
         if self.epoch_start is not None:
             self.epoch_seconds = now - self.epoch_start
         self.epoch_start = now
+
+    def _epoch(self, step: int) -> float:
+        return self.sizes.samples_at(step) / self.sizes.num_train_images
 
     def read(self) -> dict[str, float | None]:
         """The interval's means by metric name, rounded; starts the next one. Call it when the device has caught up."""
@@ -178,18 +180,12 @@ class MetricLogger:
         self.session = session
         self.enabled = session.is_main
         self.start_step, self.total_steps = start_step, total_steps
-        self.images_per_step = cfg.global_batch_size
+        self.images = 0
         self.ckpt_dir = cfg.checkpoint.ckpt_dir
         self.start = time.perf_counter()
         self.last: dict[str, float] = {}
         self.outlets: list[trackers.TrackerThread] = []
-        self.bar = tqdm(
-            total=total_steps,
-            initial=start_step,
-            unit="step",
-            dynamic_ncols=True,
-            disable=not (self.enabled and sys.stderr.isatty()),
-        )
+        self.bar = tqdm(disable=True)
         if not self.enabled:
             return
         path = session.output_dir / "metrics.jsonl"
@@ -197,6 +193,17 @@ class MetricLogger:
         self.file = open(path, "a", buffering=1)  # noqa: SIM115  (open for the length of the run; line by line)
         if start_step < total_steps:
             self.outlets = trackers.start(cfg, session.output_dir, run_id=run_id, start_step=start_step)
+
+    def show_bar(self, step: int, last_step: int) -> None:
+        """The bar from here on: a stage's own, since its rate and the time left are those of images of one size."""
+        self.bar.close()
+        is_shown = self.enabled and sys.stderr.isatty()
+        self.bar = tqdm(total=last_step, initial=step, unit="step", dynamic_ncols=True, disable=not is_shown)
+
+    def count(self, images: int) -> None:
+        """Note that a step of so many images is done."""
+        self.images += images
+        self.bar.update()
 
     def write(self, step: int, values: dict[str, float | None]) -> None:
         """One line of metrics.jsonl, one on the console, one point in wandb and TensorBoard."""
@@ -226,7 +233,7 @@ class MetricLogger:
 
     def _summary(self, step: int, best: dict[str, Any] | None) -> dict[str, float]:
         seconds = time.perf_counter() - self.start
-        rate = (step - self.start_step) * self.images_per_step / seconds
+        rate = self.images / seconds
         summary = {"summary/seconds": round(seconds, 3), "summary/images_per_second": round(rate, 2)}
         if step > self.start_step:
             logger.info(

@@ -41,9 +41,9 @@ class Phases:
         self.ended: dict[str, Any] | None = None  # status.json of the start before this one, if that ended in order
         self.began: float | None = None  # when the run's first start was; None until `place`
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, allowance_s: float = 0.0) -> None:
         """From here on it is `name`."""
-        self._switch(name, 0.0)
+        self._switch(name, allowance_s)
 
     @contextlib.contextmanager
     def during(self, name: str, allowance_s: float = 0.0) -> Iterator[None]:
@@ -77,8 +77,11 @@ class Phases:
     def place(self, step: int, saved: dict[str, Any] | None) -> None:
         """Say what this start goes on from: the checkpoint of `step`, which has the `totals` of when it was written.
 
-        What came after it is lost, unless the run then ended in order, with no further step.
+        What came after it is lost, unless the run then ended in order, with no further step. A start that goes on from
+        its own checkpoint (data.size_schedule) has said so before, and counts on.
         """
+        if self.began is not None:
+            return
         earlier, gap = saved, "lost"
         if self.ended is not None and self.ended["step"] == step:
             earlier, gap = self.ended["goodput"], "stopped"
