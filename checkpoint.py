@@ -186,7 +186,9 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
             "%s has no scales of this FP8 recipe for %d layers (%s, ...): they are found anew in the first steps",
             *(found.name, len(layers), layers[0]),
         )
-    for dtype, into in _conversions({key: entry.properties.dtype for key, entry in entries.items()}, tensors["optim"]):
+    for dtype, into in _conversions(
+        {key: entry.properties.dtype for key, entry in entries.items()}, tensors.get("optim", {})
+    ):
         logger.info(
             "%s has the optimizer's state in %s, which this run keeps in %s: converted", found.name, dtype, into
         )
@@ -257,7 +259,7 @@ class Regrid:
         for part in ("model", "ema"):
             if POSITIONS in tensors.get(part, {}):
                 tensors[part] = tensors[part] | {POSITIONS: before(tensors[part][POSITIONS], "bicubic")}
-        if moments := tensors["optim"].get(POSITIONS):
+        if moments := tensors.get("optim", {}).get(POSITIONS):
             resampled = {key: before(value, "bilinear") if value.ndim == 3 else value for key, value in moments.items()}
             tensors["optim"] = tensors["optim"] | {POSITIONS: resampled}
 
@@ -409,7 +411,7 @@ def _check_same(
         for part in ("model", "ema")
         for weight_name, weight in tensors.get(part, {}).items()
     }
-    for weight_name, entries in tensors["optim"].items():
+    for weight_name, entries in tensors.get("optim", {}).items():  # sgd without momentum has no state
         wanted |= {f"optim.{weight_name}.{key}": tuple(value.shape) for key, value in entries.items()}
     for key in sorted(stored.keys() | wanted.keys()):
         if stored.get(key) != wanted.get(key):

@@ -156,8 +156,6 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
     import vit_te
     from interop import hugging_face
 
-    for stage in cfg.stages()[1:]:
-        check_script(stage, script, world_size)
     for key, is_on, package in (
         (f"wandb.mode={cfg.wandb.mode}", cfg.wandb.mode != "disabled", "wandb"),
         (f"tensorboard.enabled={str(cfg.tensorboard.enabled).lower()}", cfg.tensorboard.enabled, "tensorboard"),
@@ -267,6 +265,8 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
         )
     if script == "train_fsdp2" and cfg.fsdp2.cpu_offload and not torch.cuda.is_available():
         raise ConfigError("fsdp2.cpu_offload=true needs a CUDA GPU: without one everything is in host memory already")
+    for stage in cfg.stages()[1:]:
+        check_script(stage, script, world_size)
 
 
 def ranks_to_use(cfg: Config, script: str, world_size: int) -> int:

@@ -22,7 +22,8 @@ def tried(script, *overrides, ranks=8):
         model = build_model(cfg.model, cfg.fp8_config)
     blocks = [[p.shape for p in block.parameters()] for block in model.shard_units()]
     rest = [p.shape for name, p in model.named_parameters() if not name.startswith("blocks.")]
-    return dry_run.dry_run(cfg, script, ranks), [*blocks, rest]
+    (trial,) = dry_run.dry_run(cfg, script, ranks)
+    return trial, [*blocks, rest]
 
 
 def sharded(shapes, ranks):

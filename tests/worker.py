@@ -177,6 +177,21 @@ def count_replays(cfg):
         torch.cuda.CUDAGraph.replay, torch.cuda.CUDAGraph.counted = counted, True
 
 
+def count_symbolic_sizes(cfg):
+    """Count into EXTRA the sizes that torch.compile takes for unknown numbers; with them a graph is for any size."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    EXTRA["symbolic"] = 0
+    torch._dynamo.reset()
+    create = ShapeEnv.create_symbol
+
+    def counting(self, val, source, dynamic_dim=DimDynamic.DUCK, *args, **kwargs):
+        EXTRA["symbolic"] += dynamic_dim is not DimDynamic.STATIC
+        return create(self, val, source, dynamic_dim, *args, **kwargs)
+
+    ShapeEnv.create_symbol = counting
+
+
 def fill_the_disk_of_rank_1(cfg):
     """From its second save on, rank 1 can write no file beyond a few bytes: the kernel's own limit."""
     import resource

@@ -67,6 +67,8 @@ def check(cfg: Config) -> None:
     Raises:
         ConfigError: naming the key, the value and the value to use.
     """
+    if cfg.data.size_schedule is not None:
+        raise ConfigError("data.size_schedule: tools/compare.py trains with one image size; set it to null")
     side, policy = max(pair(cfg.model.img_size)), cfg.data.auto_augment
     wanted = dict(item.split("=") for item in ONLY.split())
     if cfg.model.implementation == "hf":

@@ -232,8 +232,8 @@ def check_data(cfg: Any) -> Iterator[Row]:
     try:
         sizes = imagenet_dataset.run_sizes(cfg, 1)
         batch = min(cfg.global_batch_size, 64)
-        alone = dataclasses.replace(cfg, global_batch_size=batch, micro_batch_size=batch)
-        alone = dataclasses.replace(alone, data=dataclasses.replace(cfg.data, num_workers=0))
+        data = dataclasses.replace(cfg.data, num_workers=0, size_schedule=None)
+        alone = dataclasses.replace(cfg, global_batch_size=batch, micro_batch_size=batch, data=data)
         loader, _ = imagenet_dataset.build_loaders(alone, imagenet_dataset.run_sizes(alone, 1), rank=0, start_step=0)
         start = time.perf_counter()
         next(iter(loader))

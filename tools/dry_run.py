@@ -38,9 +38,9 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-import checkpoint  # noqa: E402
 import trainer  # noqa: E402
 import vit  # noqa: E402
+from imagenet_dataset import stage_sizes  # noqa: E402
 from input_pipeline.augment import Mixup  # noqa: E402
 from runtime.session import Session  # noqa: E402
 from runtime.tensors import to_local  # noqa: E402
@@ -158,7 +158,7 @@ class Saved:
 
 
 class WithoutRanks(contextlib.ExitStack):
-    """Replaces what an entrypoint's `main` calls and what cannot be without ranks, data or storage."""
+    """Replaces what an entrypoint's `main` and `build` call and what cannot be without ranks, data or storage."""
 
     def __init__(self, entrypoint: Any, ranks: int, train: Callable[..., dict[str, float]]) -> None:
         super().__init__()
@@ -166,9 +166,7 @@ class WithoutRanks(contextlib.ExitStack):
         self.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         self.put(entrypoint, "dist_session", lambda cfg: fake_session(cfg, ranks))
-        self.put(entrypoint, "build_loaders", lambda *args, **kwargs: ((), ()))
         self.put(entrypoint, "train", train)
-        self.put(checkpoint, "restore", lambda *args: checkpoint.Resumed(0, "", None))
         self.put(vit.TrainableModel, "init_weights", lambda *args: None)
         # A mesh is made of ranks, and a shard's place follows from them: values.
         named = [(entrypoint, "init_device_mesh"), (DTensor, "__create_chunk_list__")]
@@ -290,8 +288,8 @@ def trial_of(run: trainer.Run, cfg: Config, session: Session, sizes: RunSizes) -
     return Trial(sizes, mesh, units, memory, {kind: (n, size) for kind, (n, size) in counter.counts.items()})
 
 
-def dry_run(cfg: Config, script: str, ranks: int) -> Trial:
-    """The trial of an entrypoint's main.
+def dry_run(cfg: Config, script: str, ranks: int) -> list[Trial]:
+    """The trial of an entrypoint's main; with data.size_schedule one of each image size.
 
     Raises:
         ConfigError: the run has a teacher.
@@ -302,14 +300,15 @@ def dry_run(cfg: Config, script: str, ranks: int) -> Trial:
         )
     found: list[Trial] = []
 
-    def train(run: trainer.Run, cfg: Config, session: Session, sizes: RunSizes, **_: Any) -> dict[str, float]:
-        found.append(trial_of(run, cfg, session, sizes))
+    def train(build: Callable[..., trainer.Run], cfg: Config, session: Session) -> dict[str, float]:
+        for stage, sizes in zip(cfg.stages(), stage_sizes(cfg, session.world_size), strict=False):
+            found.append(trial_of(build(stage, session, sizes), stage, session, sizes))
         return {}
 
     entrypoint = importlib.import_module(script)
     with WithoutRanks(entrypoint, ranks, train):
         entrypoint.main(cfg)
-    return found[0]
+    return found
 
 
 def show(trial: Trial) -> None:
@@ -317,7 +316,12 @@ def show(trial: Trial) -> None:
     sizes, gib = trial.sizes, 2**30
     print(f"mesh: {' x '.join(f'{name}={size}' for name, size in trial.mesh.items())}")
     print(f"batch: {sizes.micro_batch_size} images x {sizes.dp_size} ranks x {sizes.accumulation} microbatches a step")
-    print(f"steps: {sizes.num_train_steps:,}")
+    stage = (
+        ""
+        if sizes.last_step - sizes.first_step == sizes.num_train_steps
+        else (f", these are {sizes.first_step + 1:,} to {sizes.last_step:,}")
+    )
+    print(f"steps: {sizes.num_train_steps:,}{stage}")
     what = "parameters of one of the tp ranks" if trial.mesh.get("tp", 1) > 1 else "parameters"
     print(f"{what}: {sum(trial.units):,}")
     alike = collections.Counter(trial.units[:-1])
@@ -356,7 +360,8 @@ def main() -> None:
     sys.argv = [f"{script}.py", *arguments]
 
     def try_out(cfg: Config) -> dict[str, float]:
-        show(dry_run(cfg, script, args.ranks))
+        for trial in dry_run(cfg, script, args.ranks):
+            show(trial)
         return {}
 
     launch.launch(try_out)

@@ -231,10 +231,14 @@ def ring_s(num_bytes: float, ranks: int, in_a_node: int, count: int, *, network:
 def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: float) -> Estimate:
     """What a run of `script` with this config takes.
 
+    With data.size_schedule memory is that of the size that needs most, and times are means over all steps.
+
     Raises:
         ConfigError: the batch does not divide, or an option is not in the estimate.
     """
     check(cfg, script)
+    if cfg.data.size_schedule is not None:
+        return _over_stages(cfg, script, gpus, network=network)
     kind, model = blocks_of(cfg), cfg.model
     sizes = RunSizes.of(cfg, world_size=gpus, num_train_images=IMAGENET, num_val_images=50000)
     micro, accumulation = sizes.micro_batch_size, sizes.accumulation
@@ -287,6 +291,24 @@ def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: floa
     settings |= {"distributed.dp_outer": outer} if outer > 1 else {}
     in_gib = {name: size / GIB for name, size in memory.items() if size}
     return Estimate(script, settings, in_gib, peak / GIB, compute, host, collectives, max(compute, host) + shown)
+
+
+def _over_stages(cfg: Config, script: str, gpus: int, *, network: float) -> Estimate:
+    found, lengths = [], []
+    for stage, sizes in stages_of(cfg, gpus):
+        found.append(estimate(stage, script, gpus, Shape.of(stage), network=network))
+        lengths.append(sizes.last_step - sizes.first_step)
+    times = {
+        name: sum(getattr(way, name) * length for way, length in zip(found, lengths, strict=True)) / sum(lengths)
+        for name in ("compute", "host", "network", "step")
+    }
+    return dataclasses.replace(max(found, key=lambda way: way.peak), **times)
+
+
+def stages_of(cfg: Config, gpus: int) -> list[tuple[Config, RunSizes]]:
+    """The parts of the run with images of one size, on ImageNet."""
+    sizes = RunSizes.stages(cfg, world_size=gpus, num_train_images=IMAGENET, num_val_images=50000)
+    return list(zip(cfg.stages(), sizes, strict=False))
 
 
 def ways(
@@ -352,6 +374,8 @@ def refusal(cfg: Config, script: str, gpus: int, typed: frozenset[str]) -> str:
         try:
             launch.check_script(cfg, script, gpus)
             launch.check_options(cfg, script, list(typed))
+            for stage in cfg.stages():
+                split_batch(stage, gpus)
         except ConfigError as error:
             return str(error)
     return ""
@@ -441,19 +465,22 @@ def show(args: Any, gpus: int) -> None:
         cfg = config_of(args.config, [*args.overrides, *changed], "train_fsdp2")
     shape, room = Shape.of(cfg), CARDS[args.card] * USABLE
     found = ways(cfg, gpus, room, shape, network=args.network, typed=typed)
-    steps = RunSizes.of(cfg, world_size=gpus, num_train_images=IMAGENET, num_val_images=50000).num_train_steps
-    total = 3.0 * shape.flops * steps * cfg.global_batch_size
-    print(
-        f"{gpus} x {args.card}: {steps:,} steps of {cfg.global_batch_size} images, {blocks_of(cfg)} blocks, "
-        f"{total:.3g} FLOP"
+    stages = stages_of(cfg, gpus)
+    last = stages[-1][1]
+    steps, images = last.num_train_steps, last.samples_at(last.num_train_steps)
+    total = sum(
+        3.0 * Shape.of(stage).flops * (sizes.last_step - sizes.first_step) * sizes.global_batch_size
+        for stage, sizes in stages
     )
+    batches = " and ".join(dict.fromkeys(str(sizes.global_batch_size) for _, sizes in stages))
+    print(f"{gpus} x {args.card}: {steps:,} steps of {batches} images, {blocks_of(cfg)} blocks, {total:.3g} FLOP")
     fitting = [way for way in found.values() if isinstance(way, Estimate)]
     fastest = min(fitting, key=lambda way: way.step, default=None)
     for script, way in found.items():
         if isinstance(way, str):
             print(f"  {script:<12} {way}")
             continue
-        speed, hours = cfg.global_batch_size / way.step, steps * way.step / 3600
+        speed, hours = images / steps / way.step, steps * way.step / 3600
         mark, times = "*" if way is fastest else " ", f"{speed:10,.0f} images/s {hours:9.1f} h {way.peak:6.1f} GiB"
         print(f"{mark} {script:<12} {way.step * 1e3:9.1f} ms {times}")
         parts = f"compute {way.compute * 1e3:.0f}, host {way.host * 1e3:.0f}, collectives {way.network * 1e3:.0f}"

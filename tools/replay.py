@@ -15,6 +15,7 @@ such step is named; 2: it cannot be taken again, in one line that says why. torc
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -103,7 +104,8 @@ def plan(run: Path, step: int, world_size: int) -> Replay:
     values["logger"]["frequency"] = 1
     values["evaluation"] |= {"every_n_steps": None, "every_n_epochs": None}
     values["checkpoint"] |= {"ckpt_dir": str(folder / "checkpoints"), "resume_from_checkpoint": True}
-    values["checkpoint"] |= {"save_final_model": False, "async_save": False}
+    values["checkpoint"] |= {"save_final_model": False, "async_save": False, "max_checkpoints": None}
+    values["checkpoint"] |= {"save_every_n_steps": None, "save_every_n_epochs": None}
     values["wandb"]["mode"], values["tensorboard"]["enabled"] = "disabled", False
     values["profiler"] |= {"trace": False, "memory_snapshot": False}
     try:
@@ -141,7 +143,13 @@ def main(argv: list[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "checkpoints").mkdir(parents=True)
         (folder / "checkpoints" / replay.start.name).symlink_to(replay.start.resolve())
-    checkpoint.Saver.save = lambda *_, **__: None  # type: ignore[method-assign]  # the last step would be saved
+    save = checkpoint.Saver.save
+
+    def save_before_the_step(saver: checkpoint.Saver, step: int, *rest: Any, **options: Any) -> None:
+        if step < args.step:  # where data.size_schedule changes the size, and the replay goes on from
+            save(saver, step, *rest, **options)
+
+    checkpoint.Saver.save = save_before_the_step  # type: ignore[method-assign]
     try:
         importlib.import_module(replay.script).main(replay.cfg)
         preemption.ignore()
