@@ -58,6 +58,16 @@ def test_fsdp2_on_eight_ranks():
     }
 
 
+@pytest.mark.parametrize("script", ["train_ddp", "train_fsdp2"])
+def test_each_size_of_a_schedule_is_tried(script):
+    change = "data.size_schedule=[{epoch:0.25,img_size:32}]"
+    small, large = dry_run.dry_run(tiny_config(*SYNTHETIC, change), script, 8)
+    assert (small.sizes.last_step, large.sizes.first_step, large.sizes.last_step) == (5, 5, 6)
+    alone, _ = tried(script, "model.img_size=32")
+    assert large.memory == alone.memory
+    assert large.memory["activations of a microbatch"] > small.memory["activations of a microbatch"]
+
+
 def test_replicas_of_shards_with_accumulation():
     trial, units = tried("train_fsdp2", "distributed.dp_outer=2", "micro_batch_size=1", "precision=bf16")
     flat = [shape for unit in units for shape in unit]

@@ -1,5 +1,6 @@
 """tools/estimate.py and tools/check_estimate.py, by arithmetic."""
 
+import argparse
 import dataclasses
 import json
 import re
@@ -164,6 +165,27 @@ def test_collectives():
     assert estimated("train_mfsdp", 8, "fsdp2.gathered_blocks=3") == estimated("train_mfsdp", 8)
     twice = estimated("train_fsdp2", 8, "micro_batch_size=64").network
     assert twice == pytest.approx(sharded + 2 * 2 * P * 7 / 8 / 295.1e9 + 26 * 7 * hop)
+
+
+def test_sizes_by_epoch_are_a_mean_of_their_steps_and_the_memory_of_the_largest(capsys):
+    change = ["num_epochs=4", "data.size_schedule=[{epoch:3,img_size:384,global_batch_size:512}]"]
+    small, large = (estimated("train_ddp", 8, *size) for size in ([], ["model.img_size=384", "global_batch_size=512"]))
+    both = estimated("train_ddp", 8, *change)
+    first = 3 * 1281167 // 1024
+    rest = (4 * 1281167 - first * 1024) // 512
+    for name in ("step", "compute"):
+        times = getattr(small, name) * first + getattr(large, name) * rest
+        assert getattr(both, name) == pytest.approx(times / (first + rest))
+    assert both.peak == max(small.peak, large.peak)
+    arguments = argparse.Namespace(
+        config="vit_base_patch16_224", overrides=change, card="H200", network=50.0, price=None
+    )
+    estimate.show(arguments, 8)
+    assert f"{first + rest:,} steps of 1024 and 512 images" in capsys.readouterr().out
+    torn = config(*change, "micro_batch_size=128")
+    typed = frozenset(["micro_batch_size"])
+    found = estimate.ways(torn, 8, 130.0, estimate.Shape.of(torn), network=NETWORK, typed=typed)
+    assert "global_batch_size=512 is not micro_batch_size=128 x 8 ranks" in found["train_ddp"]
 
 
 def test_what_fits():

@@ -141,11 +141,12 @@ def test_the_bar_on_a_terminal_has_an_eta(monkeypatch, tmp_path):
     for kind in (Terminal, io.StringIO):
         monkeypatch.setattr(sys, "stderr", kind())
         logger = metrics.MetricLogger(cfg, session_of(tmp_path), start_step=2, total_steps=6, run_id="x")
+        logger.show_bar(2, 6)
         logger.bar.mininterval = 0
-        logger.bar.update()
+        logger.count(24)
         logger.write(3, {"train/loss": 0.5})
         time.sleep(0.01)
-        logger.bar.update()
+        logger.count(24)
         logger.close(4, None)
         shown[kind] = sys.stderr.getvalue()
     assert re.search(r"\r.* 4/6 \[\d\d:\d\d<\d\d:\d\d, .*loss=0\.5000", shown[Terminal])

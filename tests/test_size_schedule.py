@@ -35,6 +35,7 @@ import checkpoint
 import schema
 from imagenet_dataset import TrainSampler
 from optim import lr_at
+from vit import VisionTransformer
 
 # Of 60 images: 4 steps of 24 of 16 px, 4 of 12 of 24 px, 4 of 16 x 24 px; the second begins a schedule of its own.
 CHANGES = ["{epoch:1.7,img_size:24,global_batch_size:12,lr:5e-4,num_warmup_epochs:0.4}", "{epoch:2.4,img_size:[16,24]}"]
@@ -62,7 +63,7 @@ def runs(image_folder, tmp_path_factory):
     def start(nproc):
         folder = tmp_path_factory.mktemp(f"world_{nproc}")
         task = functools.partial(task_of, image_folder, folder)
-        tasks = [task(f"straight-{script}", script, *WHOLE) for script in CPU_SCRIPTS]
+        tasks = [task(f"straight-{script}", script, *WHOLE, before="pretend_a_peak") for script in CPU_SCRIPTS]
         if nproc == 1:  # begun by two processes, up to the border
             shutil.copytree(start(2)[1] / "until-4", folder / "until-4")
             tasks.append(task("on-from-4", "train_fsdp2", *WHOLE, output="until-4"))
@@ -87,7 +88,16 @@ def runs(image_folder, tmp_path_factory):
         # A model that is not ours, fixed positions, another optimizer, a cut of the blocks: they go on over a border.
         change = "data.size_schedule=[{epoch:0.8,img_size:24}]"
         tasks.append(task("timm", "train_ddp", change, "model.implementation=timm"))
-        tasks.append(task("muon", "train_fsdp2", change, "optimizer.name=muon", "optimizer.momentum=0.9"))
+        tasks.append(
+            task(
+                "muon",
+                "train_fsdp2",
+                change,
+                "optimizer.name=muon",
+                "optimizer.momentum=0.9",
+                "checkpoint.async_save=true",
+            )
+        )
         tasks.append(task("sincos", "train_fsdp2", change, "model.pos_embed=sincos"))
         tasks.append(task("tp", "train_fsdp2", change, "model.embed_dim=32", "model.num_heads=4", "distributed.tp=2"))
         resident = ["data.resident=true", "data.num_workers=1", "model.num_classes=6"]
@@ -154,6 +164,20 @@ def test_samples_and_epochs_go_on_where_the_steps_before_ended(runs):
     assert images == [23] * 6
 
 
+def test_mfu_knows_the_size_and_goodput_counts_a_border_once(runs):
+    _, folder = runs(2)
+    for step, cfg in zip((3, 7, 11), tiny_config(*WHOLE).stages(), strict=True):
+        values = read_metrics(folder / "straight-train_fsdp2")[step]
+        flops = VisionTransformer(cfg.model).flops_per_image()
+        expected = values["train/images_per_second"] * 3 * flops / (1e6 * 2)
+        assert values["train/mfu"] == pytest.approx(expected, rel=1e-3), step
+    status = folder / "straight-train_ddp/status.json"
+    goodput = json.loads(status.read_text())["goodput"]
+    assert goodput["until"] == pytest.approx(goodput["began"] + sum(goodput["seconds"].values()), abs=0.1)
+    assert goodput["until"] <= status.stat().st_mtime + 0.1
+    assert goodput["seconds"]["lost"] == goodput["seconds"]["stopped"] == 0
+
+
 def test_the_final_model_has_the_last_size(runs):
     _, folder = runs(2)
     assert weights(folder, "straight-train_ddp")["pos_embed"].shape == (1, 2 + 2 * 3, 24)
@@ -199,7 +223,7 @@ def test_weights_and_averages_are_resampled_as_timm_does_it_and_moments_linearly
     options = [*TOKENS, "ema.decay=0.9", "num_train_steps=9"]
     first = job(schedule, *options)
     stages, data = first.cfg.stages(), {"world_size": 1, "num_train_images": 60, "num_val_images": 23}
-    data["classes"] = first_classes = tuple(f"class_{letter}" for letter in "abcdef")
+    data["classes"] = tuple(f"class_{letter}" for letter in "abcdef")
     before, after = schema.RunSizes.stages(first.cfg, **data)
     resumed = checkpoint.restore(first.state, stages[0], first.session, before)
     generator = torch.Generator().manual_seed(0)
@@ -236,7 +260,6 @@ def test_weights_and_averages_are_resampled_as_timm_does_it_and_moments_linearly
         state["exp_avg"].abs() <= state["exp_avg_sq"].sqrt() * kept[2].abs().div(kept[3].sqrt()).max() * 1.0001
     ).all()
     assert state["step"] == 4
-    assert first_classes
 
 
 def test_a_checkpoint_of_another_size_is_taken_at_its_border_only(job):
