@@ -233,7 +233,10 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
                 )
         _refuse_later_options(cfg, "in train_mfsdp.py: not seen to work there; use train_fsdp2.py")
         if cfg.data.size_schedule is not None:
-            raise ConfigError("data.size_schedule in train_mfsdp.py: not seen to work there; use train_fsdp2.py")
+            given = ", ".join(f"epoch {change.epoch:g}: {change.img_size} px" for change in cfg.data.size_schedule)
+            raise ConfigError(
+                f"data.size_schedule=[{given}] in train_mfsdp.py: not seen to work there; use train_fsdp2.py"
+            )
         if outer > 1 and shard == 1:
             # Seen with 0.6.1: gradients of two replicas, each one rank, are twice DDP's (tests/test_gpu.py compares
             # them). By its code the division by the number of ranks is left to the reduction inside a shard group.

@@ -66,6 +66,7 @@ VALUES = {
     "data.source": "webdataset",
     "data.path": "/other",
     "data.image_size": 24,
+    "data.size_schedule": [{"epoch": 1.0, "img_size": 24}],
     "data.decoder": "pillow",
     "data.on_error": "skip",
     "data.repeated_augmentation": 2,
@@ -167,7 +168,7 @@ OF_A_GPU |= {"mfsdp.outer_dp_sharding_strategy"}
 OF_A_BUCKET = {"checkpoint.local_dir", "data.cache_dir", "data.cache_gb"}  # tests/test_bucket_checkpoint.py, _data.py
 NEVER = {"data.image_size", "distributed.tp", "distributed.dp_outer", "distributed.dp_shard"}  # but as derived, alone
 NOT_WITH_MEGATRON_FSDP = {"model.freeze", "model.implementation", "model.pos_embed", "precision"}
-NOT_WITH_MEGATRON_FSDP |= {"distillation.shard_teacher"}
+NOT_WITH_MEGATRON_FSDP |= {"distillation.shard_teacher", "data.size_schedule"}
 NOT_WITH_MEGATRON_FSDP |= {f"model.{key}" for key in schema.LATER_OPTIONS}
 
 
