@@ -448,7 +448,26 @@ class Saver:
     writes it, one checkpoint at a time. That takes host memory of the size of a rank's part of a checkpoint.
     """
 
-    def __init__(self, state: TrainState, cfg: Config, session: Session, sizes: RunSizes, *, resumed: Resumed) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        cfg: Config,
+        session: Session,
+        sizes: RunSizes,
+        *,
+        resumed: Resumed,
+        whole: Config | None = None,
+    ) -> None:
+        """Makes what all saves share.
+
+        Args:
+            state: what is saved.
+            cfg: the run's, or that of its stage.
+            session: the process's.
+            sizes: the run's, or that of its stage.
+            resumed: where the run goes on from.
+            whole: the run's, where `cfg` is a stage's.
+        """
         self.state, self.cfg, self.session, self.resumed = state, cfg, session, resumed
         self.in_flight: concurrent.futures.Future | None = None
         self.step = 0  # of what was written last, or is being written
@@ -467,7 +486,7 @@ class Saver:
             "model": to_plain(cfg)["model"],
             "fp8_config": to_plain(cfg)["fp8_config"],
             "optimizer": cfg.optimizer.name,
-            "recipe": {key: to_plain(cfg)[key] for key in RECIPE} | {"checkpoint.init_from": cfg.checkpoint.init_from},
+            "recipe": _recipe(whole or cfg),
             "classes": list(sizes.classes),
             "data": {key: to_plain(cfg)["data"][key] for key in DATA_SETTINGS},
         }
@@ -583,6 +602,14 @@ class Saver:
         complete = self.place.steps()
         newest = self.cfg.checkpoint.max_checkpoints or len(complete)
         self.place.prune([step for step in complete[:-newest] if not best or step != best["step"]])
+
+
+def _recipe(cfg: Config) -> dict[str, Any]:
+    plain = to_plain(cfg)
+    recipe = {key: plain[key] for key in RECIPE} | {"checkpoint.init_from": cfg.checkpoint.init_from}
+    if cfg.data.size_schedule is not None:
+        recipe["data.size_schedule"] = plain["data"]["size_schedule"]
+    return recipe
 
 
 def _leaves(tensors: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -116,11 +116,11 @@ def train(build: Callable[[Config, Session, RunSizes], Run], cfg: Config, sessio
         set_kernels(stage)
         run = build(stage, session, sizes)
         resumed = checkpoint.restore(run.state, stage, session, sizes)
+        loaders = build_loaders(stage, sizes, rank=session.rank, start_step=resumed.step)
         if metrics is None or profiler is None:
             total = sizes.num_train_steps
             metrics = MetricLogger(cfg, session, start_step=resumed.step, total_steps=total, run_id=resumed.run_id)
             profiler = Profiler(cfg, session, start_step=resumed.step)
-        loaders = build_loaders(stage, sizes, rank=session.rank, start_step=resumed.step)
         given = {"loaders": loaders, "resumed": resumed, "metrics": metrics, "profiler": profiler}
         progress = train_stage(run, stage, session, sizes, whole=cfg, **given)
         if session.stop.signal:
@@ -184,7 +184,7 @@ def train_stage(
     flops = run.flops_per_image * (1 if cfg.model.freeze == "backbone" else 3)
     speed = Speed(session, cfg, sizes, start_step=resumed.step, flops_per_image=flops)
     fp8_statistics = Fp8Statistics(run.model, cfg, session)
-    saver = checkpoint.Saver(run.state, cfg, session, sizes, resumed=resumed)
+    saver = checkpoint.Saver(run.state, cfg, session, sizes, resumed=resumed, whole=whole)
     check = FiniteCheck(session.device, saver)
     progress = Progress(resumed.step, resumed.best, resumed.is_unscored)
     forward_backward = pass_of(run, cfg, sizes)

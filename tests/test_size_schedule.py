@@ -184,6 +184,8 @@ def test_the_final_model_has_the_last_size(runs):
     config = json.loads((folder / "straight-train_ddp/checkpoints/final_model/config.json").read_text())
     assert config["model_args"]["img_size"] == [16, 24]
     assert "size_schedule:\n  - epoch: 1.7" in (folder / "straight-train_ddp/config.yaml").read_text()
+    card = (folder / "straight-train_ddp/checkpoints/final_model/README.md").read_text()
+    assert '"epoch": 2.4, "img_size": [16, 24]' in card
 
 
 # Against something else
