@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,7 @@ from schema import Config, ConfigError, DataConfig, RankError, RunSizes, pair
 
 logger = logging.getLogger(__name__)
 LONGEST_TMPDIR = 75  # of a socket's 107 characters, what multiprocessing's /pymp-xxxxxxxx/listener-xxxxxxxx leaves
+LEAST_AHEAD = 1024  # images of a bucket that a batch names with those that come later
 PADDING = -1  # label of the images that fill up the last validation batch; they count for nothing
 
 Key = tuple[int, int]  # sample number, index into the data set
@@ -111,6 +112,14 @@ def list_images(cfg: DataConfig, split: str) -> ImageSource:
     return tar_shards.load(cfg.path, split, cfg.on_error, room=room)
 
 
+class Keys(list[Key]):
+    """Those of a batch, and the images that are read after them, on all ranks: for what fetches images ahead."""
+
+    def __init__(self, keys: Iterable[Key], later: Sequence[int]) -> None:
+        super().__init__(keys)
+        self.later = later
+
+
 class ImageDataset(Dataset):
     """Cropped uint8 images (C, Y, X), labels, and what could not be read; indexed by (sample number, index).
 
@@ -157,7 +166,8 @@ class ImageDataset(Dataset):
 
     def __getitems__(self, keys: list[Key]) -> list[tuple[Any, int, list[str]]]:
         """A batch, as torch asks for it; what is not on this machine is fetched while the first ones are decoded."""
-        self.images.expect([index for _, index in keys if index != PADDING])
+        later = keys.later if isinstance(keys, Keys) else ()
+        self.images.expect([index for _, index in keys if index != PADDING], later)
         return [self[key] for key in keys]
 
     def _load(self, index: int) -> torch.Tensor | Jpeg:
@@ -214,6 +224,7 @@ class TrainSampler(Sampler):
         order: of each epoch's images.
         rank: this process's.
         start_step: finished updates.
+        ahead: images that a batch names with those that come later.
     """
 
     def __init__(
@@ -224,6 +235,7 @@ class TrainSampler(Sampler):
         *,
         rank: int,
         start_step: int,
+        ahead: int = 0,
     ) -> None:
         self.sizes, self.global_batch_size = sizes, sizes.global_batch_size
         self.micro_batch_size, self.accumulation = sizes.micro_batch_size, sizes.accumulation
@@ -232,6 +244,7 @@ class TrainSampler(Sampler):
         self.order = functools.lru_cache(maxsize=2)(order)  # a batch can span two epochs
         self.rank = rank
         self.steps = range(start_step, sizes.last_step)
+        self.ahead = min(ahead, sizes.num_train_images)
 
     def __len__(self) -> int:
         return len(self.steps) * self.accumulation
@@ -241,26 +254,36 @@ class TrainSampler(Sampler):
         for step in self.steps:
             first = self.sizes.samples_at(step) + self.rank * per_rank
             for start in range(first, first + per_rank, self.micro_batch_size):
-                yield [(n, self.index(n)) for n in range(start, start + self.micro_batch_size)]
+                end = start + self.micro_batch_size
+                last = max(end, min(start + self.ahead, self.sizes.samples_at(self.steps.stop)))
+                indices = self.indices(np.arange(start, last))
+                keys = zip(range(start, end), indices[: end - start].tolist(), strict=True)
+                yield Keys(keys, indices[end - start :].tolist())
 
-    def index(self, number: int) -> int:
-        """The image that sample `number` of the stream is.
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        """The images that these samples of the stream are.
 
         With repeated augmentation (Hoffer et al., arXiv 1901.09335) a batch has each of its images `repeats` times,
         half a batch and so on apart, and the stream of images goes that much slower; an epoch still is N samples.
         """
-        step, position = divmod(number - self.sizes.first_sample, self.global_batch_size)
+        step, position = np.divmod(numbers - self.sizes.first_sample, self.global_batch_size)
         images = self.global_batch_size // self.repeats
         before = self.sizes.first_sample // self.repeats
-        epoch, place = divmod(before + step * images + position % images, self.num_images)
-        return int(self.order(epoch)[place])
+        epochs, places = np.divmod(before + step * images + position % images, self.num_images)
+        found = np.empty_like(numbers)
+        for epoch in np.unique(epochs).tolist():
+            found[epochs == epoch] = np.asarray(self.order(epoch))[places[epochs == epoch]]
+        return found
 
 
 class EvalSampler(Sampler):
-    """Every image once over all ranks, in as many batches of the same size on each; the rest is padding."""
+    """Every image once over all ranks, in as many batches of the same size on each; the rest is padding.
 
-    def __init__(self, num_images: int, *, batch_size: int, rank: int, world_size: int) -> None:
-        self.num_images = num_images
+    `ahead`: images that a batch names with those that come later.
+    """
+
+    def __init__(self, num_images: int, *, batch_size: int, rank: int, world_size: int, ahead: int = 0) -> None:
+        self.num_images, self.ahead = num_images, ahead
         self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
@@ -271,7 +294,9 @@ class EvalSampler(Sampler):
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for batch in range(len(self)):
             first = (batch * self.world_size + self.rank) * self.batch_size
-            yield [(i, i if i < self.num_images else PADDING) for i in range(first, first + self.batch_size)]
+            end = first + self.batch_size
+            keys = [(i, i if i < self.num_images else PADDING) for i in range(first, end)]
+            yield Keys(keys, range(end, min(first + self.ahead, self.num_images)))
 
 
 def eval_transform(cfg: DataConfig) -> v2.Transform:
@@ -376,8 +401,9 @@ def build_loaders(
     """The training stream from `start_step` on, a microbatch an item, and the validation set, a batch an item."""
     rank = sizes.dp_rank(rank)
     order: Order = functools.partial(seeding.shuffled, sizes.num_train_images, cfg.seed)
+    ahead = max(LEAST_AHEAD, 2 * cfg.global_batch_size) if is_bucket(cfg.data.path) else 0
     each_once = EvalSampler(
-        sizes.num_val_images, batch_size=sizes.micro_batch_size, rank=rank, world_size=sizes.dp_size
+        sizes.num_val_images, batch_size=sizes.micro_batch_size, rank=rank, world_size=sizes.dp_size, ahead=ahead
     )
     shape = (cfg.model.in_chans, *pair(cfg.data.image_size))
     if cfg.data.source == "synthetic":
@@ -391,7 +417,7 @@ def build_loaders(
     train, val = list_images(cfg.data, "train"), list_images(cfg.data, "val")
     if isinstance(train, tar_shards.Shards):
         order = functools.partial(tar_shards.epoch_order, train, seed=cfg.seed, streams=cfg.data.shard_streams)
-    sampler = TrainSampler(cfg, sizes, order, rank=rank, start_step=start_step)
+    sampler = TrainSampler(cfg, sizes, order, rank=rank, start_step=start_step, ahead=ahead)
     val_loader = Loader(ImageDataset(val, cfg, is_train=False), each_once, cfg)
     if cfg.data.resident:
         decoded = DecodedImages(train, cfg)

@@ -3,7 +3,7 @@
 A block is `BLOCK` bytes of an object, a file of its own in a folder of this machine. All loader processes of all its
 ranks read the same places of the same shards at about the same time, each another image: so a block is fetched once a
 machine, by whoever comes first, and the others find it. Before it reads a batch, a process says which bytes the batch
-needs (`expect`), and threads fetch these blocks and the ones after them, many at a time.
+needs and which the ones after it do (`expect`), and threads fetch their blocks in this order, many at a time.
 
 A block's file is locked while it is being written and ends with `MARK` when it is whole. A process that is killed
 loses its lock, and the next one writes the block again. Files beyond the folder's bound go, the oldest first.
@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from schema import ConfigError
 
 BLOCK = 4 * 2**20  # bytes
 THREADS = 8  # of each process, each with a request of its own
-AHEAD = 16  # blocks after those of a batch, over all its shards, but one for each shard at least
+AHEAD = 64  # blocks after those of a batch, but a quarter of the folder's bound at most
 CHECKED_EVERY = 8  # blocks that a process writes between two looks at the folder's size
 MARK = b"whole"
 
@@ -111,32 +111,29 @@ class BlockCache:
                 parts.append(os.pread(descriptor, min(end - first, BLOCK) - low, low))
         return b"".join(parts)
 
-    def expect(self, extents: list[Extent]) -> None:
-        """Fetch these bytes and what follows on them, in threads; what was expected before and is not there is left."""
-        blocks = dict.fromkeys(
-            (number, block)
-            for number, start, size in extents
-            for block in range(start // BLOCK, -(-(start + size) // BLOCK))
-        )
-        last: dict[int, int] = {}
-        for number, block in blocks:
-            last[number] = max(block, last.get(number, 0))
-        for step in range(1, max(1, AHEAD // max(1, len(last))) + 1):
-            blocks |= dict.fromkeys((n, block + step) for n, block in last.items() if self._length(n, block + step) > 0)
+    def expect(self, extents: list[Extent], later: Iterable[Extent] = ()) -> None:
+        """Fetch these bytes, then the first of the later ones, in threads; what was expected before is forgotten."""
+        blocks = dict.fromkeys(_blocks(extents))
+        most = len(blocks) + min(AHEAD, int(self._limit / 4 / BLOCK))
+        for block in _blocks(later):
+            if len(blocks) >= most:
+                break
+            blocks[block] = None
         if self._reader is None or self._reader.process != os.getpid():  # threads do not survive a fork
             self._bucket.connect()
             self._reader = _Reader(self._fetch_ahead)
         self._reader.do(list(blocks))
 
-    def _fetch_ahead(self, number: int, block: int) -> None:
-        try:
+    def _fetch_ahead(self, number: int, block: int) -> bool:
+        """Whether the block is there now."""
+        with contextlib.suppress(OSError):  # who needs the block tries again, and says what is wrong
             descriptor = self._open(number, block)
             if descriptor is None:
                 descriptor = self._fetch(number, block, wait=False)
             if descriptor is not None:
                 os.close(descriptor)
-        except OSError:
-            pass  # who needs the block tries again, and says what is wrong
+                return True
+        return False
 
     def _length(self, number: int, block: int) -> int:
         return min(BLOCK, self._objects[number][1].size - block * BLOCK)
@@ -214,14 +211,15 @@ class _Reader:
 
     def __init__(self, fetch: Any) -> None:
         self.process, self._fetch = os.getpid(), fetch
-        self._changed, self._blocks = threading.Condition(), deque()
+        self._changed, self._blocks, self._found = threading.Condition(), deque(), set()
         for _ in range(THREADS):
             threading.Thread(target=self._work, name="block reader", daemon=True).start()
 
     def do(self, blocks: list[tuple[int, int]]) -> None:
-        """Fetch these in place of those that wait."""
+        """Fetch these in place of those that wait; those that were found before are not looked for again."""
         with self._changed:
-            self._blocks = deque(blocks)
+            self._found &= set(blocks)
+            self._blocks = deque(block for block in blocks if block not in self._found)
             self._changed.notify_all()
 
     def _work(self) -> None:
@@ -230,7 +228,15 @@ class _Reader:
                 while not self._blocks:
                     self._changed.wait()
                 block = self._blocks.popleft()
-            self._fetch(*block)
+            if self._fetch(*block):
+                self._found.add(block)
+
+
+def _blocks(extents: Iterable[Extent]) -> Iterator[tuple[int, int]]:
+    """Object and number of each block that holds some of these bytes, again and again."""
+    for number, start, size in extents:
+        for block in range(start // BLOCK, -(-(start + size) // BLOCK)):
+            yield number, block
 
 
 @contextlib.contextmanager

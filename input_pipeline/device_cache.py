@@ -66,7 +66,8 @@ class DecodedImages(Dataset):
 
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int, list[str]]]:
         """A batch, as torch asks for it; what is not on this machine is fetched while the first ones are decoded."""
-        self.images.expect(indices)
+        last = indices[-1] + 1
+        self.images.expect(indices, range(last, min(last + len(indices), len(self))))
         return [self[index] for index in indices]
 
     def _load(self, index: int) -> torch.Tensor:

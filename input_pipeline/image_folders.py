@@ -21,7 +21,7 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ class Folder:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def expect(self, indices: list[int]) -> None:
-        """These are read next: nothing to do, the system reads ahead."""
+    def expect(self, indices: list[int], later: Sequence[int] = ()) -> None:
+        """These are read next, then the later ones: nothing to do, the system reads ahead."""
 
     def name(self, index: int) -> str:
         """The image's path."""

@@ -20,7 +20,7 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -28,7 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from input_pipeline import listing_cache
-from input_pipeline.block_cache import BlockCache, Room
+from input_pipeline.block_cache import BlockCache, Extent, Room
 from input_pipeline.image_folders import IMAGE_EXTENSIONS
 from runtime import bucket, seeding
 from runtime.bucket import Bucket, BucketError, NoObjectError, Stored
@@ -106,8 +106,8 @@ class Shards:
         vars(self).update(state)
         self._open = functools.lru_cache(OPEN_SHARDS)(_File)
 
-    def expect(self, indices: list[int]) -> None:
-        """These are read next: nothing to do, the system reads ahead."""
+    def expect(self, indices: list[int], later: Sequence[int] = ()) -> None:
+        """These are read next, then the later ones: nothing to do, the system reads ahead."""
 
     def name(self, index: int) -> str:
         """The image's shard and key, for messages."""
@@ -142,10 +142,13 @@ class BucketShards(Shards):
         objects = [(shard.tar.name, Stored(shard.tar.size, str(shard.tar.version))) for shard in listed]
         self._blocks = BlockCache(path, objects, room)
 
-    def expect(self, indices: list[int]) -> None:
-        """These are read next: fetch what holds them, and what follows in their shards."""
-        places = self.shard[indices], self._offsets[indices], self._sizes[indices]
-        self._blocks.expect(list(zip(*(place.tolist() for place in places), strict=True)))
+    def expect(self, indices: list[int], later: Sequence[int] = ()) -> None:
+        """These are read next, then the later ones: fetch what holds them."""
+        self._blocks.expect(self._extents(indices), self._extents(later))
+
+    def _extents(self, indices: Sequence[int]) -> list[Extent]:
+        places = np.asarray(indices, np.int64)
+        return list(zip(*(each[places].tolist() for each in (self.shard, self._offsets, self._sizes)), strict=True))
 
     def read(self, index: int) -> bytes:
         """The image's file.

@@ -18,6 +18,7 @@ from schema import ConfigError
 
 SCHEME = "s3://"
 ATTEMPTS = 10  # of each request and, apart from that, of reading each answer, whose rest is asked for again
+PART = 4 * 2**20  # bytes of an answer that are read at once; what is smaller is not copied again
 DELETED_AT_ONCE = 1000  # S3's own limit
 # Of an answer that is cut short the client knows no more than the status.
 CODES = {"404": "NoSuchKey", "409": "ConditionalRequestConflict", "412": "PreconditionFailed", "416": "InvalidRange"}
@@ -111,7 +112,7 @@ class Bucket:
             etag = answer["ETag"].strip('"')  # the rest must be of the same version
             with contextlib.closing(answer["Body"]) as body:
                 try:
-                    for part in body.iter_chunks(2**20):
+                    for part in body.iter_chunks(PART):
                         parts.append(part)
                     return b"".join(parts)
                 except _errors() as error:  # boto3 repeats a request that fails, not one whose answer is cut short

@@ -172,7 +172,8 @@ def test_ranks_at_the_same_time_fetch_no_block_twice(in_bucket, tmp_path, server
     assert server.counts()["bytes_out"] < 1.05 * total  # no header is counted
 
 
-def test_a_resume_reads_less_than_a_shard_a_stream(image_folder, tmp_path, server):
+def test_a_resume_reads_less_than_a_shard_a_stream(image_folder, tmp_path, server, monkeypatch):
+    monkeypatch.setattr(block_cache, "AHEAD", 8)
     target = "s3://bucket/large"
     assert run_tool(make_shards, image_folder, target, "--samples-per-shard", 30) == 0  # 2 shards, a stream each
     cfg = config(target, tmp_path, "global_batch_size=8", "num_train_steps=20")
@@ -183,6 +184,18 @@ def test_a_resume_reads_less_than_a_shard_a_stream(image_folder, tmp_path, serve
     read = server.counts()["bytes_out"]
     smallest = min(shard_sizes(target))
     assert 0 < read < 2 * smallest * 0.7
+
+
+def test_shards_that_come_next_are_fetched_before_they_are_needed(in_bucket, tmp_path, server):
+    """Each batch but the first begins shards; the last one is of the next epoch."""
+    cfg = config(in_bucket, tmp_path, "num_train_steps=3")
+    server.set()
+    batches_of_run = iter(loaders_of(cfg)[0])
+    next(batches_of_run)
+    total, deadline = sum(shard_sizes(in_bucket)), time.monotonic() + 60
+    while server.counts()["bytes_out"] < 0.9 * total:
+        assert time.monotonic() < deadline, server.counts()
+        time.sleep(0.05)
 
 
 def test_the_folder_of_blocks_stays_within_its_bound(in_bucket, tmp_path, monkeypatch):

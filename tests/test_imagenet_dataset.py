@@ -3,6 +3,7 @@
 What is expected comes from elsewhere: torchvision's ImageFolder, timm's transforms, Pillow.
 """
 
+import functools
 import itertools
 import math
 import multiprocessing
@@ -24,7 +25,8 @@ from torchvision.datasets import ImageFolder
 
 import imagenet_dataset
 import schema
-from imagenet_dataset import PADDING, eval_transform
+from imagenet_dataset import PADDING, EvalSampler, TrainSampler, eval_transform, run_sizes
+from runtime import seeding
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 
@@ -147,6 +149,28 @@ def test_stream_may_be_stopped_and_resumed_twice_in_one_epoch(image_folder, stra
     edges = [0, *stops, STEPS]
     parts = [stream(cfg, start_step=start, num_steps=end - start) for start, end in itertools.pairwise(edges)]
     assert_same([torch.cat(part) for part in zip(*parts, strict=True)], straight)
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_batch_names_the_images_that_follow_on_it(image_folder, repeats):
+    """On all ranks, over the end of an epoch, and none after the run's last."""
+    cfg = data_config(image_folder, "micro_batch_size=4", f"data.repeated_augmentation={repeats}")
+    sizes = run_sizes(cfg, 2)
+
+    def keys(rank, ahead):
+        return list(
+            TrainSampler(
+                cfg, sizes, functools.partial(seeding.shuffled, 60, cfg.seed), rank=rank, start_step=1, ahead=ahead
+            )
+        )
+
+    in_order = sorted(key for rank in (0, 1) for batch in keys(rank, 0) for key in batch)
+    for batch in keys(1, 40):
+        at = in_order.index(batch[0])
+        assert batch == in_order[at : at + 4]
+        assert batch.later == [index for _, index in in_order[at + 4 : at + 40]]
+    val = list(EvalSampler(23, batch_size=4, rank=1, world_size=2, ahead=10))
+    assert [list(batch.later) for batch in val] == [[*range(8, 14)], [*range(16, 22)], []]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
