@@ -271,6 +271,11 @@ class Regrid:
             to_local(live).copy_(local_slice(resampled, live))
 
 
+def _packing(cfg: Config) -> dict[str, Any]:
+    """What an evaluation needs to know of images in their own aspect ratio; empty without data.packing."""
+    return {"packing": {"patches_per_image": cfg.patches_per_image()}} if cfg.data.packing.enabled else {}
+
+
 def _stream(cfg: Config, sizes: RunSizes) -> dict[str, int]:
     """What decides which image a sample of the stream is."""
     return {
@@ -488,7 +493,7 @@ class Saver:
             "optimizer": cfg.optimizer.name,
             "recipe": _recipe(whole or cfg),
             "classes": list(sizes.classes),
-            "data": {key: to_plain(cfg)["data"][key] for key in DATA_SETTINGS},
+            "data": {key: to_plain(cfg)["data"][key] for key in DATA_SETTINGS} | _packing(cfg),
         }
         if cfg.checkpoint.async_save:
             group = dist.new_group(backend="gloo")  # the thread's collectives must not meet the loop's

@@ -6,17 +6,19 @@
 The training set is one endless stream of samples. Sample n = step x global batch + position; its epoch is n // N, its
 place in that epoch's order n % N, and its augmentation follows from (seed, n). So neither the worker count, nor
 the world size, nor the number of resumes can change what a step sees, and no loader state is ever saved: a resumed run
-starts the stream at its step. Batches are uint8 (B, C, Y, X); they are normalised on the device. Where
-data.size_schedule changes the global batch, the stream goes on where the steps before ended (`RunSizes.samples_at`).
+starts the stream at its step. Batches are uint8 (B, C, Y, X), or with data.packing images in rows (`packing.Packed`);
+they are normalised on the device. Where data.size_schedule changes the global batch, the stream goes on where the steps
+before ended (`RunSizes.samples_at`).
 """
 
 import functools
 import logging
+import math
 import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
-from input_pipeline import tar_shards
+from input_pipeline import aspect, tar_shards
 from input_pipeline.augment import Augment, crop_box
 from input_pipeline.block_cache import Room
 from input_pipeline.decode import (
@@ -46,6 +48,7 @@ from input_pipeline.device_cache import (
     collate_plans,
 )
 from input_pipeline.image_folders import Folder, scan
+from packing import Packed, longest_image
 from runtime import preemption, seeding
 from runtime.bucket import is_bucket
 from schema import Config, ConfigError, DataConfig, RankError, RunSizes, pair
@@ -56,7 +59,10 @@ LEAST_AHEAD = 1024  # images of a bucket that a batch names with those that come
 PADDING = -1  # label of the images that fill up the last validation batch; they count for nothing
 
 Key = tuple[int, int]  # sample number, index into the data set
-Batch = tuple[torch.Tensor, torch.Tensor]  # images (B, C, Y, X), uint8, and labels (B,)
+Batch = tuple[torch.Tensor | Packed, torch.Tensor]  # images (B, C, Y, X), uint8, or in rows; and labels (B,)
+Grid = tuple[int, int]  # rows and columns of patches
+# A row of `Packed.patches`; grids and labels of its images; failures.
+Row = tuple[torch.Tensor, list[Grid], list[int], list[str]]
 Order = Callable[[int], np.ndarray | torch.Tensor]  # epoch -> the order in which it has the images, integers (N,)
 ImageSource = Folder | tar_shards.Shards  # labels, name(index), read(index)
 
@@ -135,14 +141,19 @@ class ImageDataset(Dataset):
         self.skips = cfg.data.on_error == "skip"
         self.decoder = Decoder.of(cfg.data, cfg.model.in_chans)
         self.use_gpu = is_train and cfg.data.decoder == "nvjpeg"
-        self.cfg = cfg.data
+        self.cfg, self.patch = cfg.data, pair(cfg.model.patch_size)
         self.augment, self.eval_transform = Augment(cfg.data), eval_transform(cfg.data)
-        self.nothing = torch.zeros(cfg.model.in_chans, *pair(cfg.data.image_size), dtype=torch.uint8)
+        size = self.patch if cfg.data.packing.enabled else pair(cfg.data.image_size)
+        self.nothing = torch.zeros(cfg.model.in_chans, *size, dtype=torch.uint8)
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, key: Key) -> tuple[Any, int, list[str]]:
+        return self.item(key)
+
+    def item(self, key: Key, patches: int | None = None) -> tuple[Any, int, list[str]]:
+        """An image, its label and failures; of at most so many `patches` in its own aspect ratio, or of image_size."""
         number, index = key
         if index == PADDING:
             return self.nothing, PADDING, []
@@ -151,7 +162,7 @@ class ImageDataset(Dataset):
             for tried in range(index, index + len(self)):
                 place = tried % len(self)
                 try:
-                    return self._load(place), int(self.images.labels[place]), failures
+                    return self._load(place, patches), int(self.images.labels[place]), failures
                 except UnreadableError:
                     raise  # no fault of this image
                 except (OSError, ImageError) as error:
@@ -166,19 +177,28 @@ class ImageDataset(Dataset):
 
     def __getitems__(self, keys: list[Key]) -> list[tuple[Any, int, list[str]]]:
         """A batch, as torch asks for it; what is not on this machine is fetched while the first ones are decoded."""
-        later = keys.later if isinstance(keys, Keys) else ()
-        self.images.expect([index for _, index in keys if index != PADDING], later)
+        self.expect(keys)
         return [self[key] for key in keys]
 
-    def _load(self, index: int) -> torch.Tensor | Jpeg:
+    def expect(self, keys: list[Key]) -> None:
+        """Have fetched what `item` will be asked for and is not on this machine."""
+        later = keys.later if isinstance(keys, Keys) else ()
+        self.images.expect([index for _, index in keys if index != PADDING], later)
+
+    def _load(self, index: int, patches: int | None = None) -> torch.Tensor | Jpeg:
         data = self.images.read(index)
         if not self.is_train:  # decoded and resized as timm's and torchvision's numbers were made
-            return self.eval_transform(crop_extreme_aspect(self.decoder.pillow(data)))
+            image = crop_extreme_aspect(self.decoder.pillow(data))
+            if patches is None:
+                return self.eval_transform(image)
+            return aspect.whole(image, self.cfg.interpolation, self.patch, patches)
         header = self.decoder.open(data)
         if self.use_gpu and self.decoder.is_plain_jpeg(header) and data.endswith(b"\xff\xd9"):  # not cut short
             box = crop_box(header, self.cfg)
             return Jpeg(self.images.name(index), data, box, flip=torch.rand(()).item() < self.cfg.hflip)
         image = self.decoder.tensor(data, header)
+        if patches is not None:
+            return self.augment(aspect.random_crop(image, self.cfg, self.patch, patches))
         image = F.resized_crop(
             image,
             *crop_box(image, self.cfg),
@@ -213,6 +233,92 @@ class SyntheticDataset(Dataset):
     def __getitem__(self, key: Key) -> tuple[torch.Tensor, int, list[str]]:
         _, index = key
         return self.pool[index % len(self.pool)], PADDING if index == PADDING else index % self.num_classes, []
+
+
+class PackedRows(Dataset):
+    """Images of a data set in rows of `data.packing.images_per_row`; indexed by a list of keys, a microbatch.
+
+    What is left of a row is shared out evenly among the images that follow, and each becomes as large as its aspect
+    ratio allows within that: as rows and columns of patches are whole, it leaves some to the next. In evaluation, where
+    an image's pixels depend on no other one, each has the same share. Which images share a row follows from their
+    positions in the batch.
+    """
+
+    def __init__(self, images: ImageDataset, cfg: Config, *, is_train: bool) -> None:
+        self.images, self.is_train = images, is_train
+        self.patch, self.prefix = pair(cfg.model.patch_size), cfg.model.num_prefix_tokens()
+        self.share = cfg.patches_per_image()
+        self.images_per_row, self.tokens_per_row = cfg.data.packing.images_per_row, cfg.tokens_per_row()
+        self.longest = longest_image(self.tokens_per_row, self.images_per_row)
+        self.patch_pixels = cfg.model.in_chans * math.prod(self.patch)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitems__(self, keys: list[Key]) -> list[Row]:
+        """The rows of a microbatch, as torch asks for them."""
+        self.images.expect(keys)
+        return [self.row(row) for row in _in_rows(keys, self.images_per_row)]
+
+    def row(self, keys: list[Key]) -> Row:
+        """The row of these images."""
+        row = torch.zeros(self.tokens_per_row, self.patch_pixels, dtype=torch.uint8)
+        grids, labels, failures, end = [], [], [], 0
+        for number, key in enumerate(keys):
+            room = self.share
+            if self.is_train:
+                even = (self.tokens_per_row - end) // (len(keys) - number)
+                room = min(even, self.longest) - self.prefix
+            image, label, failed = self.images.item(key, room)
+            patches = aspect.patches_of(image, self.patch)
+            start, end = end + self.prefix, end + self.prefix + len(patches)
+            row[start:end] = patches
+            grids.append((image.shape[1] // self.patch[0], image.shape[2] // self.patch[1]))
+            labels.append(label)
+            failures += failed
+        return row, grids, labels, failures
+
+
+def _in_rows(keys: list[Key], images_per_row: int) -> list[list[Key]]:
+    return [keys[start : start + images_per_row] for start in range(0, len(keys), images_per_row)]
+
+
+class SyntheticRows(Dataset):
+    """Rows of noise, a few, in aspect ratios from 2 : 3 to 3 : 2, drawn once and handed out in turn."""
+
+    def __init__(self, num_images: int, cfg: Config, *, seed: int) -> None:
+        self.num_images, self.num_classes = num_images, cfg.model.num_classes
+        self.images_per_row = cfg.data.packing.images_per_row
+        rows = PackedRows(cast(ImageDataset, self), cfg, is_train=True)
+        self.channels, self.patch = cfg.model.in_chans, rows.patch
+        self.generator = torch.Generator().manual_seed(seed)
+        self.pool = [rows.row([(0, 0)] * self.images_per_row) for _ in range(16)]
+
+    def item(self, key: Key, patches: int) -> tuple[torch.Tensor, int, list[str]]:
+        """An image of noise."""
+        ratio = 1.5 ** (2 * torch.rand((), generator=self.generator).item() - 1)
+        size = aspect.size_of((1000, round(1000 * ratio)), self.patch, patches)
+        image = torch.randint(0, 256, (self.channels, *size), dtype=torch.uint8, generator=self.generator)
+        return image, 0, []
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    def __getitems__(self, keys: list[Key]) -> list[Row]:
+        """The rows of a microbatch, as torch asks for them."""
+        found = []
+        for row in _in_rows(keys, self.images_per_row):
+            patches, grids, *_ = self.pool[row[0][0] // self.images_per_row % len(self.pool)]
+            labels = [PADDING if index == PADDING else index % self.num_classes for _, index in row]
+            found.append((patches, grids, labels, []))
+        return found
+
+
+def _collate_rows(rows: list[Row]) -> tuple[Packed, torch.Tensor, list[str]]:
+    """Rows as one batch, labels, failures."""
+    patches, grids, labels, failures = zip(*rows, strict=True)
+    grids, labels = (torch.tensor([each for row in rows for each in row]) for rows in (grids, labels))
+    return Packed(torch.stack(patches), grids), labels, [text for texts in failures for text in texts]
 
 
 class TrainSampler(Sampler):
@@ -406,19 +512,26 @@ def build_loaders(
         sizes.num_val_images, batch_size=sizes.micro_batch_size, rank=rank, world_size=sizes.dp_size, ahead=ahead
     )
     shape = (cfg.model.in_chans, *pair(cfg.data.image_size))
+    is_packed = cfg.data.packing.enabled
+    collate = _collate_rows if is_packed else _collate
     if cfg.data.source == "synthetic":
         train_set, val_set = (
-            SyntheticDataset(num_images, shape, cfg.model.num_classes, seed=cfg.seed)
+            SyntheticRows(num_images, cfg, seed=cfg.seed)
+            if is_packed
+            else SyntheticDataset(num_images, shape, cfg.model.num_classes, seed=cfg.seed)
             for num_images in (sizes.num_train_images, sizes.num_val_images)
         )
         sampler = TrainSampler(cfg, sizes, order, rank=rank, start_step=start_step)
-        return Loader(train_set, sampler, cfg), Loader(val_set, each_once, cfg)
+        return Loader(train_set, sampler, cfg, collate=collate), Loader(val_set, each_once, cfg, collate=collate)
 
     train, val = list_images(cfg.data, "train"), list_images(cfg.data, "val")
     if isinstance(train, tar_shards.Shards):
         order = functools.partial(tar_shards.epoch_order, train, seed=cfg.seed, streams=cfg.data.shard_streams)
     sampler = TrainSampler(cfg, sizes, order, rank=rank, start_step=start_step, ahead=ahead)
-    val_loader = Loader(ImageDataset(val, cfg, is_train=False), each_once, cfg)
+    train_set, val_set = (ImageDataset(images, cfg, is_train=images is train) for images in (train, val))
+    if is_packed:
+        train_set, val_set = (PackedRows(images, cfg, is_train=images is train_set) for images in (train_set, val_set))
+    val_loader = Loader(val_set, each_once, cfg, collate=collate)
     if cfg.data.resident:
         decoded = DecodedImages(train, cfg)
         every_image = BatchSampler(range(len(train)), batch_size=512, drop_last=False)
@@ -427,7 +540,7 @@ def build_loaders(
         train_loader = DeviceCache(Loader(decoded, every_image, cfg), planned, DeviceAugment(plans, cfg, _device()))
         shape = (len(val_loader) * sizes.micro_batch_size, *shape)
         return train_loader, CachedBatches(val_loader, shape, _device())
-    train_loader = Loader(ImageDataset(train, cfg, is_train=True), sampler, cfg)
+    train_loader = Loader(train_set, sampler, cfg, collate=collate)
     if cfg.data.decoder == "nvjpeg":
         return GpuDecodePrefetcher(train_loader, cfg, _device()), val_loader
     return train_loader, val_loader

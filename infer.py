@@ -10,16 +10,19 @@ read is named, the others go on, and the exit code is then 1.
 
 from launch import Parser, exit_with
 
+import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import timm.data
 import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
+from torchvision import transforms
 
+from input_pipeline import aspect
 from input_pipeline.decode import Decoder, ImageError, crop_extreme_aspect
 from input_pipeline.image_folders import IMAGE_EXTENSIONS
 from interop.models import TimmModel, load_model
@@ -34,12 +37,22 @@ def class_names(model: TimmModel) -> list[str]:
 
 
 class Reader:
-    """An image's bytes to what the model takes, (C, Y, X), normalised: the pixels of the run's evaluation."""
+    """An image's bytes to what the model takes, (C, Y, X), normalised: the pixels of the run's evaluation.
+
+    Of a run with data.packing images have sizes of their own: `logits_of` takes them.
+    """
 
     def __init__(self, model: TimmModel, config: dict[str, Any]) -> None:
         settings = timm.data.resolve_model_data_config(model)
         self.shape = settings["input_size"]
         transform = timm.data.create_transform(**settings, is_training=False)
+        if packing := config.get("packing"):
+            patch, patches = model.patch_embed.patch_size, packing["patches_per_image"]
+            whole = functools.partial(
+                aspect.whole, interpolation=settings["interpolation"], patch=patch, patches=patches
+            )
+            normalize = transforms.Normalize(settings["mean"], settings["std"])
+            transform = transforms.Compose([whole, transforms.ConvertImageDtype(torch.float32), normalize])
         self.transform = cast(Callable[[Image.Image], torch.Tensor], transform)
         decoding = config.get("decoding") or {"exif_orientation": False, "max_pixels": 2**28}  # timm's own folders
         self.decoder = Decoder(settings["input_size"][0], decoder="pillow", **decoding)
@@ -47,6 +60,16 @@ class Reader:
     def __call__(self, data: bytes) -> torch.Tensor:
         """Raises ImageError if it is none."""
         return self.transform(crop_extreme_aspect(self.decoder.pillow(data)))
+
+
+def logits_of(model: TimmModel, images: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(images, classes), of normalised images (C, Y, X), those of one size together."""
+    by_size: dict[torch.Size, list[int]] = {}
+    for place, image in enumerate(images):
+        by_size.setdefault(image.shape, []).append(place)
+    parts = [model(torch.stack([images[place] for place in places])) for places in by_size.values()]
+    order = torch.tensor([place for places in by_size.values() for place in places], device=parts[0].device)
+    return torch.cat(parts)[order.argsort()]
 
 
 def find(paths: list[Path]) -> Iterator[Path]:
@@ -121,7 +144,8 @@ def main(argv: list[str] | None = None) -> None:
         if not images:
             continue
         with torch.inference_mode():
-            probabilities = model(torch.stack(images).to(args.device)).float().softmax(dim=1).cpu()
+            logits = logits_of(model, [image.to(args.device) for image in images])
+            probabilities = logits.float().softmax(dim=1).cpu()
         values, indices = probabilities.topk(min(args.top, len(names)), dim=1)
         for file, row, found in zip(readable, values.tolist(), indices.tolist(), strict=True):
             top = [

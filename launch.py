@@ -231,6 +231,8 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
                     f"model.{key}={getattr(cfg.model, key)}: Megatron-FSDP keeps what is not trained in BF16 alone, "
                     "and checkpoints would lose the rest; use train_fsdp2.py"
                 )
+        if cfg.data.packing.enabled:
+            raise ConfigError("data.packing.enabled=true in train_mfsdp.py: not seen to work there; use train_fsdp2.py")
         _refuse_later_options(cfg, "in train_mfsdp.py: not seen to work there; use train_fsdp2.py")
         if cfg.data.size_schedule is not None:
             given = ", ".join(f"epoch {change.epoch:g}: {change.img_size} px" for change in cfg.data.size_schedule)

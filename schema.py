@@ -241,9 +241,13 @@ class ModelConfig:
         """Tokens before the patches: class, distillation and register tokens."""
         return self.class_token + self.distilled + self.reg_tokens
 
-    def num_tokens(self) -> int:
-        """Tokens of an image in the blocks, in training: the patches that are kept, and those before them."""
-        patches = math.prod(self.grid_size())
+    def num_tokens(self, patches: int | None = None) -> int:
+        """Tokens of an image in the blocks, in training: the patches that are kept, and those before them.
+
+        Args:
+            patches: of the image; None: of one of img_size.
+        """
+        patches = patches or math.prod(self.grid_size())
         kept = max(1, int(patches * (1 - self.patch_drop_rate))) if self.patch_drop_rate else patches
         return self.num_prefix_tokens() + kept
 
@@ -481,6 +485,21 @@ class SizeChange:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class PackingConfig:
+    """Images that keep their aspect ratio, several in a row of tokens, as NaViT has it (arXiv 2307.06304)."""
+
+    enabled: bool
+    """Images keep their aspect ratio, in training and evaluation: each a grid of patches of its own, several in a row
+    of tokens, which they fill."""
+    patches_per_image: PositiveInt | None
+    """Patches that an image has on average, at most, and at most in evaluation; null = as many as one of
+    model.img_size."""
+    images_per_row: PositiveInt
+    """Images that share a row of tokens; divides the micro batch. In training what one leaves goes to the next ones, so
+    more of them leave less padding."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
     """Where images come from, how they are cut and what else happens to those of the training set."""
 
@@ -550,6 +569,8 @@ class DataConfig:
     """Of resizing: bilinear | bicubic, both antialiased."""
     crop_pct: Fraction
     """Evaluation: resize the short side to image_size / crop_pct, then crop the centre."""
+    packing: PackingConfig
+    """Images that keep their aspect ratio, several in a row of tokens, as NaViT has it (arXiv 2307.06304)."""
     mean: Channels
     """Mean of the pixel values in 0..1: one for all channels, or one a channel."""
     std: PositiveChannels
@@ -1156,6 +1177,8 @@ class Config:
             self._check_distillation()
         if self.data.size_schedule is not None:
             self._check_size_schedule(self.data.size_schedule)
+        if self.data.packing.enabled:
+            self._check_packing()
         self._check_transformer_engine()
         if self.fp8_config.enabled:
             fp8_layers(self.model, self.fp8_config.layers)
@@ -1223,6 +1246,11 @@ class Config:
         for given, is_refused, fix in (
             ("checkpoint.ckpt_dir=null", self.checkpoint.ckpt_dir is None, "give it a folder: a size ends with a save"),
             ("model.transformer_engine=true", self.model.transformer_engine, "set it to false; not seen to work"),
+            (
+                f"model.rel_pos_type={self.model.rel_pos_type}",
+                self.model.rel_pos_type is not None,
+                "set null; likewise",
+            ),
             (f"distillation.kind={self.distillation.kind}", self.distillation.kind != "none", "set none; likewise"),
         ):
             if is_refused:
@@ -1244,6 +1272,57 @@ class Config:
         ):
             if is_on:
                 raise ConfigError(f"{given} with {key}: not seen to work; set {fix}, or distillation.kind=none")
+
+    def patches_per_image(self) -> int:
+        """Patches of an image: as many as img_size has or, with packing, its share of a row."""
+        packing = self.data.packing
+        return (packing.enabled and packing.patches_per_image) or math.prod(self.model.grid_size())
+
+    def tokens_per_row(self) -> int:
+        """Tokens of a row, with packing: the shares of its images, class and register tokens among them."""
+        return self.data.packing.images_per_row * (self.patches_per_image() + self.model.num_prefix_tokens())
+
+    def _check_packing(self) -> None:
+        """Refuse what has no meaning for images in rows, or was not seen to work with them."""
+        model, data = self.model, self.data
+        for key, value, is_refused, why, fix in (
+            ("model.implementation", model.implementation, model.implementation != "ours", "others' models", "ours"),
+            ("model.transformer_engine", True, model.transformer_engine, "its blocks take images of one size", "false"),
+            (
+                "model.rope_type",
+                model.rope_type,
+                model.rope_type is not None,
+                "its blocks have other positions",
+                "null",
+            ),
+            ("model.attn_type", model.attn_type, model.attn_type != "rope", "its blocks are timm's Eva's", "rope"),
+            ("model.block_fn", model.block_fn, model.block_fn != "Block", "not seen to work", "Block"),
+            ("model.attn_layer", model.attn_layer, model.attn_layer != "attn", "not seen to work", "attn"),
+            ("model.rel_pos_type", model.rel_pos_type, model.rel_pos_type is not None, "not seen to work", "null"),
+            ("data.size_schedule", "given", data.size_schedule is not None, "not seen to work", "null"),
+            ("model.distilled", True, model.distilled, "not seen to work", "false"),
+            ("model.global_pool", "map", model.global_pool == "map", "not seen to work", "avg"),
+            ("model.fused_attn", False, not model.fused_attn, "images are told apart in the fused function", "true"),
+            ("model.patch_drop_rate", model.patch_drop_rate, model.patch_drop_rate > 0, "rows would have holes", "0"),
+            ("model.attn_drop_rate", model.attn_drop_rate, model.attn_drop_rate > 0, "its kernel has no dropout", "0"),
+            ("data.mixup", data.mixup, data.mixup > 0, "images differ in size", "0"),
+            ("data.cutmix", data.cutmix, data.cutmix > 0, "images differ in size", "0"),
+            ("data.resident", True, data.resident, "it is for images of one size", "false"),
+            ("data.decoder", data.decoder, data.decoder == "nvjpeg", "the GPU cuts to one size", "torchvision"),
+            ("distillation.kind", self.distillation.kind, self.distillation.kind != "none", "not seen to work", "none"),
+            ("distributed.tp", self.distributed.tp, (self.distributed.tp or 1) > 1, "not seen to work", "null"),
+            ("cuda_graphs", True, self.cuda_graphs, "not seen to work", "false"),
+        ):
+            if is_refused:
+                raise ConfigError(
+                    f"{key}={_text(value)} with data.packing.enabled=true ({why}): set {key}={fix}, or "
+                    "data.packing.enabled=false"
+                )
+        if (width := model.embed_dim // model.num_heads) % 8:
+            raise ConfigError(
+                f"model.num_heads={model.num_heads} makes heads of {width} channels, data.packing.enabled=true needs a "
+                "multiple of 8: use another number"
+            )
 
     def _check_transformer_engine(self) -> None:
         """One line with everything that TransformerEngine's layers want and this config has otherwise."""
@@ -1441,6 +1520,12 @@ def idle_keys(cfg: Config, script: str) -> dict[str, tuple[str, str]]:
         if not (cfg.data.mixup or cfg.data.cutmix):
             idle("data", "mixup_prob", why, "set one of them above 0")
 
+    if cfg.data.packing.enabled:
+        idle("data", "crop_pct", "with data.packing.enabled=true, where nothing is cut off", "leave it as it is")
+    else:
+        sizes = "packing.patches_per_image packing.images_per_row"
+        idle("data", sizes, "with data.packing.enabled=false", "set data.packing.enabled=true")
+
     if cfg.optimizer.lr_base_size is None:
         idle("optimizer", "lr_base_scale", "with optimizer.lr_base_size=null", "give optimizer.lr_base_size")
     schedule = cfg.lr_scheduler
@@ -1523,6 +1608,12 @@ def split_batch(cfg: Config, world_size: int) -> BatchSplit:
         raise ConfigError(
             f"global_batch_size={cfg.global_batch_size} is not micro_batch_size={micro} x {ranks} ranks "
             f"x a whole number of accumulation steps: {advice}"
+        )
+    packing = cfg.data.packing
+    if packing.enabled and micro % packing.images_per_row:
+        raise ConfigError(
+            f"data.packing.images_per_row={packing.images_per_row} does not divide micro_batch_size={micro}: use "
+            f"{math.gcd(micro, packing.images_per_row)}, or another micro_batch_size"
         )
     return BatchSplit(micro, accumulation)
 

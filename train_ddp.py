@@ -66,7 +66,7 @@ def build(cfg: Config, session: Session, sizes: RunSizes) -> Run:
     # What `train` restores before it goes on from there.
     state = checkpoint.TrainState(model, optimizer, module.scaling, cfg.ema)
     teacher = build_teacher(cfg, sizes, device, mesh)
-    return Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image(), teacher)
+    return Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image(cfg.patches_per_image()), teacher)
 
 
 def settle_buckets(model: DistributedDataParallel, cfg: Config, sizes: RunSizes, device: torch.device) -> None:

@@ -82,7 +82,7 @@ def build(cfg: Config, session: Session, sizes: RunSizes) -> Run:
     state = checkpoint.TrainState(model, optimizer, model.scaling, cfg.ema, after_exchange=reshard)
     keep_packed_rows(state.tensors())  # moments and averages, too
     teacher = build_teacher(cfg, sizes, device, mesh["dp_shard"])
-    return Run(model, optimizer, grad_sync, mesh, state, model.flops_per_image(), teacher)
+    return Run(model, optimizer, grad_sync, mesh, state, model.flops_per_image(cfg.patches_per_image()), teacher)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from observability.fp8_statistics import Fp8Statistics
 from observability.metrics import MetricLogger, Speed, top_k_hits
 from observability.profiling import Profiler
 from optim import clip_grad_norm_, lr_at
+from packing import Packed
 from runtime import cuda_graphs, preemption, seeding, shared_memory
 from runtime.phases import START_ALLOWANCE_S
 from runtime.process_group import set_kernels
@@ -84,6 +85,8 @@ class StepResult:
     grad_norm: torch.Tensor
     """Global, before clipping, a float32 scalar."""
     lr: float
+    padding: torch.Tensor | None
+    """With data.packing: the share of this rank's tokens that no image has, a float32 scalar."""
 
 
 def train(build: Callable[[Config, Session, RunSizes], Run], cfg: Config, session: Session) -> dict[str, float]:
@@ -319,10 +322,13 @@ def train_step(
     # 1. Forward and backward: the gradient of k microbatches is that of one batch of the same images.
     device = normalize.mean.device
     loss = torch.zeros((), device=device)
+    padding: list[torch.Tensor] = []
     for microbatch in range(sizes.accumulation):
         images, labels = next(batches)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         seeding.dropout(cfg.seed, step, rank, microbatch)
+        if isinstance(images, Packed):
+            padding.append(images.padding_fraction(cfg.model.num_prefix_tokens()))
         loss += forward_backward(*mixup(normalize(images), labels, step), microbatch)
 
     # 2. Clip and update.
@@ -331,7 +337,7 @@ def train_step(
     run.optimizer.zero_grad()
     if run.state.ema:
         run.state.ema.update(step)
-    return StepResult(loss, grad_norm, lr)
+    return StepResult(loss, grad_norm, lr, torch.stack(padding).mean() if padding else None)
 
 
 class FiniteCheck:
@@ -363,14 +369,19 @@ class FiniteCheck:
 
 
 def _values_of(result: StepResult, session: Session) -> dict[str, float | None]:
-    """A step's metrics, its loss averaged over ranks."""
+    """A step's metrics, its loss and its padding averaged over ranks."""
     loss = result.loss.clone()
     dist.all_reduce(loss)
-    return {
+    values = {
         "train/loss": loss.item() / session.world_size,
         "train/grad_norm": result.grad_norm.item(),
         "train/lr": result.lr,
     }
+    if result.padding is not None:
+        padding = result.padding.clone()
+        dist.all_reduce(padding)
+        values["train/padding_fraction"] = padding.item() / session.world_size
+    return values
 
 
 def score(run: Run, loader: Iterable[Batch], normalize: "Normalize", **options: Any) -> dict[str, float | int] | None:
@@ -469,7 +480,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor, cfg: LossConfig) -> tor
 
 
 class Normalize:
-    """uint8 images (B, C, Y, X) to floats of the data's mean 0 and deviation 1, on the device."""
+    """uint8 images (B, C, Y, X), or in rows, to floats of the data's mean 0 and deviation 1, on the device."""
 
     def __init__(self, cfg: Config, device: torch.device) -> None:
         def per_channel(values: tuple[float, ...]) -> torch.Tensor:
@@ -477,8 +488,10 @@ class Normalize:
 
         self.mean, self.std = per_channel(cfg.data.mean), per_channel(cfg.data.std)
 
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """(B, C, Y, X), uint8 -> float32."""
+    def __call__(self, images: torch.Tensor | Packed) -> Any:
+        """(B, C, Y, X) or rows, uint8 -> the same, float32."""
+        if isinstance(images, Packed):
+            return images.normalized(self.mean, self.std)
         return (images.float() - self.mean) / self.std
 
 

@@ -35,6 +35,7 @@ from timm.layers import LayerScale as TimmLayerScale
 from timm.layers.pos_embed_sincos import init_random_2d_freqs
 from torch import nn
 
+import packing
 from runtime import seeding
 from runtime.parameter_names import timm_name
 from runtime.tensors import local_slice, to_local
@@ -62,8 +63,12 @@ class PatchProjection(nn.Conv2d):
         x = input.unflatten(3, (-1, width)).unflatten(2, (-1, height))  # B C Y X -> B C rows height columns width
         x = x.permute(0, 2, 4, 1, 3, 5)
         rows, columns = x.shape[1:3]
-        x = F.linear(x.flatten(3).flatten(1, 2), self.weight.flatten(1), self.bias)  # B N D
+        x = self.of_patches(x.flatten(3).flatten(1, 2))
         return x.transpose(1, 2).unflatten(2, (rows, columns))
+
+    def of_patches(self, patches: torch.Tensor) -> torch.Tensor:
+        """(B, N, C height width) -> (B, N, D)."""
+        return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
 class LecunLinear(nn.Linear):
@@ -127,12 +132,20 @@ class Block(nn.Module):
         )
         self.ls2 = scale()
 
-    def forward(self, x: torch.Tensor, keep: torch.Tensor | None = None, *positions: torch.Tensor) -> torch.Tensor:
-        """(B, N, D) -> (B, N, D); `keep` (2, B, 1, 1) as in `VisionTransformer.drop_path`.
+    def forward(
+        self,
+        x: torch.Tensor,
+        keep: torch.Tensor | None = None,
+        *positions: torch.Tensor,
+        rows: packing.Rows | None = None,
+    ) -> torch.Tensor:
+        """(B, N, D) -> (B, N, D), or with `rows` (R, T, D); `keep` (2, B, 1, 1) as in `VisionTransformer.drop_path`.
 
         `positions` are for `timm_block`: what all blocks have in common of relative ones.
         """
-        x = x + scaled(self.ls1(self.attn(self.norm1(x), *positions)), keep, 0)
+        y = self.norm1(x)
+        y = self.attn(y, *positions) if rows is None else packing.attention(self.attn, y, rows)
+        x = x + scaled(self.ls1(y), keep, 0)
         return x + scaled(self.ls2(self.mlp(self.norm2(x))), keep, 1)
 
 
@@ -353,11 +366,15 @@ class TrainableModel(nn.Module):
                     setattr(module, name, buffer.to(device or buffer.device))  # where a block computes, not its weights
                 cast(Any, module).init_non_persistent_buffers()
 
-    def flops_per_image(self) -> float:
-        """Floating-point operations of one image's forward pass: matrix products and attention, 2 a multiply-add."""
+    def flops_per_image(self, patches: int | None = None) -> float:
+        """Floating-point operations of one image's forward pass: matrix products and attention, 2 a multiply-add.
+
+        Args:
+            patches: of the image; None: of one of img_size.
+        """
         cfg = self.cfg
-        patches = math.prod(cfg.grid_size())
-        tokens = cfg.num_tokens()
+        patches = patches or math.prod(cfg.grid_size())
+        tokens = cfg.num_tokens(patches)
         attention = cfg.embed_dim**2 * sum(2 + 2 * heads / cfg.num_heads for heads in cfg.kv_heads())
         blocks = tokens * (attention + cfg.depth * (cfg.mlp_weights() + 2 * tokens * cfg.embed_dim))
         blocks *= max(1, cfg.num_branches() // 2)  # ParallelThingsBlock has two of each
@@ -449,18 +466,20 @@ class VisionTransformer(TrainableModel):
             device = (self.head.weight if self.rope_table is None else self.rope_table).device
             self.rope_table = rotary_table(self.cfg, self.cfg.grid_size()).to(device)
 
-    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
-        """(B, C, Y, X) -> (B, num_classes).
+    def forward(self, images: torch.Tensor | packing.Packed, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        """(B, C, Y, X), or B images in rows, -> (B, num_classes).
 
         With `model.distilled`, in training, both heads' logits (2, B, num_classes): the class token's, then the
         distillation token's.
 
         Args:
-            x: images.
+            images: normalised.
             is_first_microbatch: of those between two updates, in which the weights stay the same: FP8 quantizes them in
                 the first and uses them again in the others. None: quantize. Nothing else depends on it.
         """
-        x = x.to(self.patch_embed.proj.weight.dtype)  # BF16 where a strategy keeps BF16 copies instead of autocast
+        if isinstance(images, packing.Packed):
+            return self._forward_packed(images)
+        x = images.to(self.patch_embed.proj.weight.dtype)  # BF16 where a strategy keeps BF16 copies instead of autocast
         rows, columns = (side // patch for side, patch in zip(x.shape[2:], pair(self.cfg.patch_size), strict=True))
         x = self.patch_embed(x)  # B C Y X -> B N D
         x = self.pos_drop(self._add_tokens(x, (rows, columns)))
@@ -476,6 +495,40 @@ class VisionTransformer(TrainableModel):
         if self.head_dist is not None:
             return self._both_heads(x, self.head_dist)
         return self.head(self.head_drop(self.pre_logits(self.fc_norm(self._pool(x)))))  # B N D -> B num_classes
+
+    def _forward_packed(self, batch: packing.Packed) -> torch.Tensor:
+        """Images in rows, each by itself as in `forward`, -> (B, num_classes)."""
+        proj = cast(PatchProjection, self.patch_embed.proj)
+        x = proj.of_patches(batch.patches.to(proj.weight.dtype))  # R T D
+        rows = packing.Rows.of(batch, self.num_prefix_tokens, x.dtype)
+        x = x * rows.is_patch[..., None] + self._packed_tokens(rows).to(x.dtype)
+        x = self.norm_pre(self.pos_drop(x)).to(x.dtype)
+        keeps: Iterable[torch.Tensor | None] = [None] * len(self.blocks)
+        if self.training and self.cfg.drop_path_rate > 0:
+            per_row = rows.grids.shape[1] - 1
+            drawn = self.drop_path(len(batch), x.device).view(len(self.blocks), 2, -1, per_row)
+            of_image = F.pad(drawn, (0, 1), value=1.0).flatten(2)  # padding's are as good as any
+            keeps = of_image[:, :, rows.image, None]  # depth 2 R T 1
+        for block, keep in zip(self.blocks, keeps, strict=True):
+            x = block(x, keep, rows=rows)
+        x = rows.pool(self.norm(x).to(x.dtype), self.cfg.global_pool)
+        return self.head(self.head_drop(self.pre_logits(self.fc_norm(x))))
+
+    def _packed_tokens(self, rows: packing.Rows) -> torch.Tensor:
+        """(R, T, D), float32: class and register tokens at their places, positions at those of patches."""
+        prefix = [t[0].float() for t in (self.cls_token, self.reg_token) if t is not None]
+        table = prefix = torch.cat(prefix) if prefix else self.head.weight.new_zeros(0, self.cfg.embed_dim)
+        weights = rows.position_weights(self.cfg.grid_size(), self.num_prefix_tokens)
+        if self.pos_embed is None:
+            weights = weights[..., : self.num_prefix_tokens]
+        else:
+            table = self.pos_embed[0].float()
+            if self.cfg.no_embed_class:
+                table = torch.cat([prefix, table])
+            else:
+                table = torch.cat([prefix + table[: len(prefix)], table[len(prefix) :]])
+        with torch.autocast(table.device.type, enabled=False):  # positions in FP32, as everywhere
+            return weights @ table
 
     def _both_heads(self, x: torch.Tensor, head_dist: nn.Module) -> torch.Tensor:
         """(B, N, D) -> (2, B, num_classes) in training, else their mean (B, num_classes), as timm's and DeiT's."""

@@ -69,9 +69,15 @@ def _images(state: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
     found = config["pretrained_cfg"]
     return {
         "size": "{1} x {2} pixels, channels: {0}".format(*found["input_size"]),
-        "evaluation": f"{found['interpolation']} resize, centre crop, `crop_pct={found['crop_pct']}`",
+        "evaluation": f"{found['interpolation']} resize, {_cut(config)}",
         "mean, standard deviation": f"{found['mean']}, {found['std']}",
     }
+
+
+def _cut(config: dict[str, Any]) -> str:
+    if packing := config.get("packing"):
+        return f"whole, in its own aspect ratio, at most {packing['patches_per_image']} patches (`data.packing`)"
+    return f"centre crop, `crop_pct={config['pretrained_cfg']['crop_pct']}`"
 
 
 def _training(state: dict[str, Any]) -> dict[str, str]:

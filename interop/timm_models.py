@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import timm
 import timm.models.deit
 import timm.models.eva
+import timm.models.naflexvit
 import timm.models.vision_transformer
 import timm.models.vision_transformer_hybrid
 import timm.models.vision_transformer_relpos
@@ -22,7 +24,12 @@ from schema import ConfigError, ModelConfig, pair
 
 RELATIVE = timm.models.vision_transformer_relpos.VisionTransformerRelPos
 DISTILLED = timm.models.deit.VisionTransformerDistilled
-MODULES = ("deit", "eva", "vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos")
+NAFLEX = timm.models.naflexvit.NaFlexVit
+MODULES = ("deit", "eva", "naflexvit", "vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos")
+# The options of timm's NaFlexVit that vit.py has a place for.
+NAFLEX_NAMES = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "scale_mlp_norm", "scale_attn_inner_norm")
+NAFLEX_NAMES += ("qkv_bias", "qk_norm", "proj_bias", "init_values", "class_token", "reg_tokens", "pos_embed")
+NAFLEX_NAMES += ("pos_embed_grid_size", "pre_norm", "final_norm", "fc_norm", "global_pool", "act_layer")
 ACTIVATIONS = {torch.nn.GELU: "gelu", torch.nn.SiLU: "silu", torch.nn.ReLU: "relu", None: "gelu"}
 # The regularization of a training, not the architecture.
 NOT_OF_THE_NAME = {"num_classes", "drop_rate", "drop_path_rate"}
@@ -43,6 +50,10 @@ def overrides_of(name: str) -> list[str]:
     settings = timm.get_pretrained_cfg(name)
     assert settings is not None  # check_pretrained sees to it
     values |= {f"data.{key}": getattr(settings, key) for key in ("mean", "std", "crop_pct", "interpolation")}
+    if call_of(name)[0] is NAFLEX:  # whose images have as many patches as one of input_size, in their own aspect ratio
+        patches = math.prod(settings.input_size[1:]) // math.prod(values["model.patch_size"])
+        values |= {"data.packing.enabled": True, "data.packing.patches_per_image": patches}
+        del values["data.crop_pct"]
     values["checkpoint.init_from"] = f"timm:{name}"
     return ["model=vit_base_patch16_224", *(f"{key}={json.dumps(value)}" for key, value in values.items())]
 
@@ -99,6 +110,12 @@ def refusal(name: str) -> str | None:
     cls, given = call_of(name)
     if cls is timm.models.eva.Eva:
         return None
+    if cls is NAFLEX:
+        plain, cfg = timm.models.naflexvit.NaFlexVitCfg(), given["cfg"]
+        for option, value in vars(plain).items():
+            if option not in (*NAFLEX_NAMES, *NOT_OF_THE_NAME) and (other := getattr(cfg, option)) != value:
+                return f"other positions, blocks or layers ({option}={other})"
+        return "factorized positions (pos_embed=factorized)" if cfg.pos_embed == "factorized" else None
     if cls is RELATIVE:
         return None
     if cls not in (timm.models.vision_transformer.VisionTransformer, DISTILLED):
@@ -117,6 +134,8 @@ def arguments_of(name: str) -> dict[str, Any]:
     if why := refusal(name):
         raise ConfigError(f"{why}, which vit.py has not: give one of docs/models.md")
     cls, given = call_of(name)
+    if cls is NAFLEX:
+        return _naflex_arguments(given)
     norm, keywords = _parts_of(given["norm_layer"])
     is_rms = norm is not None and "rms" in norm.__name__.lower()
     given = given | {"norm_layer": "rmsnorm" if is_rms else "layernorm", "norm_eps": keywords.get("eps", 1e-6)}
@@ -148,3 +167,17 @@ def arguments_of(name: str) -> dict[str, Any]:
     given |= {"patch_size": patch, "img_size": sides}
     known = {field.name for field in fields(ModelConfig)} - NOT_OF_THE_NAME  # pyright: ignore[reportArgumentType]
     return {key: value for key, value in given.items() if key in known}
+
+
+def _naflex_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """`arguments_of` timm's NaFlexVit, whose positions are a grid of their own and of patches alone."""
+    cfg = given["cfg"]
+    found = {name: getattr(cfg, name) for name in NAFLEX_NAMES}
+    patch = pair(cfg.patch_size)
+    found |= {"patch_size": patch, "in_chans": given["in_chans"], "no_embed_class": True}
+    found["scale_attn_norm"] = found.pop("scale_attn_inner_norm")
+    grid = found.pop("pos_embed_grid_size")
+    found["img_size"] = tuple(side * step for side, step in zip(grid, patch, strict=True))
+    found["pos_embed"] = "learn" if cfg.pos_embed == "learned" else "none"
+    found["act_layer"] = cfg.act_layer or "gelu"
+    return found | {"norm_layer": "layernorm", "norm_eps": 1e-6, "mlp_layer": "mlp", "distilled": False}

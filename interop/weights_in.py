@@ -159,7 +159,7 @@ def _read_dcp_folder(source: str, folder: Path) -> Source:
         content, average = _unnested(nested)
         tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in content.items()}
         load_tensors(folder, {keys[content[name]]: tensor for name, tensor in tensors.items()})
-    return Source(_timm_names(tensors), None, _described(source, average))
+    return Source(_timm_names(tensors), _naflex_grid(tensors), _described(source, average))
 
 
 def _read_file(source: str, file: Path, config_file: Path | None) -> Source:
@@ -202,7 +202,11 @@ def _read_file(source: str, file: Path, config_file: Path | None) -> Source:
             img_size = options.get("img_size") or size[1:]
         known = {key: options[key] for key in UNSEEN if options.get(key) is not None}
         description = _described(source, average)
-        return Source(tensors, _grid(img_size, tensors), description, known, tuple(classes), _settings(data))
+        grid = _naflex_grid(content) or _grid(img_size, tensors)
+        if _naflex_grid(content) and timm.is_model(name := config.get("architecture", "")):
+            with torch.device("meta"):
+                _check_positions(timm.create_model(name))
+        return Source(tensors, grid, description, known, tuple(classes), _settings(data))
 
 
 def _described(source: str, average: str) -> str:
@@ -210,7 +214,7 @@ def _described(source: str, average: str) -> str:
 
 
 def _timm_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return _from_hugging_face(_plain_names(tensors))
+    return from_naflex(_from_hugging_face(_plain_names(tensors)))
 
 
 def _read_torch_file(file: Path) -> Any:
@@ -285,6 +289,50 @@ def _from_hugging_face(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return joined({from_hugging_face_name(name): tensor for name, tensor in tensors.items() if not is_pooler(name)})
 
 
+def from_naflex(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names and shapes of timm's NaFlexVit to those of its VisionTransformer; others stay.
+
+    The reverse of timm.models.naflexvit.checkpoint_filter_fn. Positions are a row each, and a patch's pixels are (C,
+    height, width) instead of (height, width, C).
+    """
+    found = {
+        name.replace("embeds.proj.", "patch_embed.proj.").removeprefix("embeds."): t for name, t in tensors.items()
+    }
+    if found.keys() == tensors.keys():
+        return tensors
+    if (table := found.get("pos_embed")) is not None and table.ndim == 4:
+        found["pos_embed"] = table.flatten(1, 2)
+    kernel = found.get("patch_embed.proj.weight")
+    if kernel is not None and kernel.ndim == 2:
+        pixels = kernel.shape[1]
+        channels = next((n for n in (3, 1) if pixels % n == 0 and math.isqrt(pixels // n) ** 2 == pixels // n), None)
+        if channels is None:
+            raise ConfigError(f"its patches of {pixels} numbers are no squares of 3 or 1 channels: give others")
+        side = math.isqrt(pixels // channels)
+        found["patch_embed.proj.weight"] = kernel.unflatten(1, (side, side, channels)).permute(0, 3, 1, 2)
+    return found
+
+
+def _check_positions(model: Any) -> None:
+    """Refuse a NaFlexVit of timm's that resamples its positions as vit.py does not: no tensor would show it.
+
+    Raises:
+        ConfigError: naming its option.
+    """
+    from timm.models.naflexvit import NaFlexVitCfg
+
+    for option, value in vars(NaFlexVitCfg()).items():
+        is_way = option.startswith("pos_embed_") and option != "pos_embed_grid_size"
+        if is_way and (other := getattr(model.embeds, option)) != value:
+            raise ConfigError(f"its {option} is {other}, vit.py resamples positions with {value}: give other weights")
+
+
+def _naflex_grid(tensors: dict[str, Tensor]) -> tuple[int, int] | None:
+    """Rows and columns of the positions of timm's NaFlexVit; None: it is none, or has no such table."""
+    table = next((tensor for name, tensor in tensors.items() if name.endswith("embeds.pos_embed")), None)
+    return None if table is None or table.ndim != 4 else (table.shape[1], table.shape[2])
+
+
 def pretrained(name: str) -> Any:
     """A model of timm's, with its trained weights.
 
@@ -328,13 +376,16 @@ def built_by_timm(name: str) -> Any:
 
 def _source_of_timms(model: Any, source: str) -> Source:
     from timm.models.eva import Eva
+    from timm.models.naflexvit import NaFlexVit
     from timm.models.vision_transformer import VisionTransformer as TimmViT
     from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 
-    if not isinstance(model, TimmViT | Eva | VisionTransformerRelPos):
+    if not isinstance(model, TimmViT | Eva | NaFlexVit | VisionTransformerRelPos):
         raise ConfigError(
             f"it is timm's {type(model).__name__}: give a VisionTransformer or an Eva, timm.list_models('vit*')"
         )
+    if isinstance(model, NaFlexVit):
+        _check_positions(model)
     found = cast(dict[str, Any], model.pretrained_cfg)  # create_model puts it on the module
     classes = tuple(found.get("label_names") or ())
     return dataclasses.replace(_source_of(model, source), classes=classes, data=_settings(found))
@@ -382,7 +433,9 @@ def _source_of(model: Any, source: str) -> Source:
         options |= {key: getattr(rope, name) for name, key in ours.items() if hasattr(rope, name)}
         if hasattr(rope, "ref_feat_shape"):
             options["ref_feat_shape"] = rope.ref_feat_shape
-    return Source(model.state_dict(), model.patch_embed.grid_size, source, options)
+    tensors = model.state_dict()
+    grid = _naflex_grid(tensors) if "embeds.proj.weight" in tensors else model.patch_embed.grid_size
+    return Source(from_naflex(tensors), grid, source, options)
 
 
 def _block_fn(norms_after: Any) -> str:

@@ -94,12 +94,15 @@ def timm_arguments(model: dict[str, Any]) -> dict[str, Any]:
 def _timm_config(state: dict[str, Any]) -> dict[str, Any]:
     """What timm's `local-dir:` loader reads: architecture, the arguments that differ, and the evaluation's settings."""
     model, data = state["model"], state["data"]
+    packing = data.get("packing")
+    # A model of images in their own aspect ratio takes them there, too, one size after the other.
+    sizes = {"dynamic_img_size": True} if packing else {}
     return {
         "architecture": timm_architecture(model),  # timm's entry point; every argument is given below
         "num_classes": model["num_classes"],
         "num_features": model["embed_dim"],
         "global_pool": model["global_pool"],
-        "model_args": timm_arguments(model),
+        "model_args": timm_arguments(model) | sizes,
         "pretrained_cfg": {
             "input_size": [model["in_chans"], *pair(model["img_size"])],
             "num_classes": model["num_classes"],
@@ -114,6 +117,7 @@ def _timm_config(state: dict[str, Any]) -> dict[str, Any]:
             **({"label_descriptions": names} if (names := descriptions(state["classes"])) else {}),
         },
         "decoding": {key: data[key] for key in ("exif_orientation", "max_pixels")},  # infer.py's; timm has no such
+        **({"packing": packing} if packing else {}),  # likewise
     }
 
 

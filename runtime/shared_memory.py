@@ -18,7 +18,10 @@ LOADERS = 2  # training batches lie there while validation ones are made
 def needed(cfg: Config, *, world_size: int, ranks_here: int) -> int:
     """Bytes that the loader processes of one node, which has `ranks_here` of the ranks, fill at most."""
     micro = split_batch(cfg, world_size).micro_batch_size
-    batch = micro * cfg.model.in_chans * math.prod(pair(cfg.data.image_size))  # uint8
+    pixels = math.prod(pair(cfg.data.image_size))
+    if cfg.data.packing.enabled:
+        pixels = cfg.tokens_per_row() // cfg.data.packing.images_per_row * math.prod(pair(cfg.model.patch_size))
+    batch = micro * cfg.model.in_chans * pixels  # uint8
     return ranks_here * LOADERS * cfg.data.num_workers * AHEAD * batch
 
 

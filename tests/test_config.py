@@ -413,6 +413,47 @@ REFUSED = {
         "data.color_jitter=[0.1, 0.1, 0.1, 0.1]",
         "hue",
     ),
+    **{
+        f"packing and {name}": (
+            f"data.packing.enabled=true {override}",
+            f"{override} with data.packing.enabled=true",
+            f"set {override.split('=')[0]}={fix}, or data.packing.enabled=false",
+        )
+        for name, override, fix in (
+            ("timm's model", "model.implementation=timm", "ours"),
+            ("map", "model.global_pool=map", "avg"),
+            ("two products", "model.fused_attn=false", "true"),
+            ("dropped patches", "model.patch_drop_rate=0.5", "0"),
+            ("dropped weights", "model.attn_drop_rate=0.1", "0"),
+            ("mixup", "data.mixup=0.8", "0"),
+            ("cutmix", "data.cutmix=1.0", "0"),
+            ("resident", "data.resident=true", "false"),
+            ("nvjpeg", "data.decoder=nvjpeg", "torchvision"),
+            ("tp", "distributed.tp=2", "null"),
+            ("graphs", "cuda_graphs=true", "false"),
+        )
+    },
+    "packing and TransformerEngine": (
+        "data.packing.enabled=true model.transformer_engine=true model.act_layer=gelu_tanh precision=bf16",
+        "model.transformer_engine=true with data.packing.enabled=true",
+    ),
+    "packing and rotary positions": (
+        "data.packing.enabled=true model.rope_type=cat",
+        "model.rope_type=cat with data.packing.enabled=true",
+    ),
+    "packing and two heads": (
+        "data.packing.enabled=true model.distilled=true model.class_token=true model.global_pool=token",
+        "model.distilled=true with data.packing.enabled=true",
+    ),
+    "packing and a teacher": (
+        "data.packing.enabled=true distillation.kind=hard distillation.teacher=timm:resnet18",
+        "distillation.kind=hard with data.packing.enabled=true",
+    ),
+    "packing and narrow heads": (
+        "data.packing.enabled=true model.num_heads=24",
+        "model.num_heads=24 makes heads of 4 channels",
+        "multiple of 8",
+    ),
     "freeze": ("model.freeze=blocks", "model.freeze='blocks'", "'backbone' or 'patch_embed'"),
     # Text that is no override.
     "no equals sign": ("optimizer.lr", "optimizer.lr"),
@@ -529,6 +570,13 @@ def test_batch_that_does_not_divide_is_refused_with_the_arithmetic(global_batch_
         assert f"with distributed.stand_by=true {below[-1]} of the {world_size} would train" in text
     else:
         assert "stand_by" not in text
+
+
+def test_rows_that_do_not_divide_the_micro_batch_are_refused():
+    packed = small("data.packing.enabled=true", "global_batch_size=96", "data.packing.images_per_row=10")
+    text = error_of(schema.split_batch, packed, 4)
+    assert text.startswith("data.packing.images_per_row=10 does not divide micro_batch_size=24: use 2,")
+    assert schema.split_batch(small("data.packing.enabled=true"), 4).micro_batch_size == 24
 
 
 @pytest.mark.parametrize("primary", PRIMARY)

@@ -14,17 +14,18 @@ MAY_IMPORT = {
     "schema": set(),
     "runtime": {"schema"},
     "input_pipeline": {"runtime", "schema"},
-    "vit": {"runtime", "schema"},
+    "packing": set(),
+    "vit": {"packing", "runtime", "schema"},
     "vit_te": {"schema", "vit"},
     "interop": {"runtime", "schema", "vit"},
     "modeling": {"interop", "schema", "vit", "vit_te"},
     "optim": {"runtime", "schema"},
     "observability": {"runtime", "schema"},
-    "imagenet_dataset": {"input_pipeline", "runtime", "schema"},
+    "imagenet_dataset": {"input_pipeline", "packing", "runtime", "schema"},
     "checkpoint": {"interop", "optim", "runtime", "schema"},
     "distillation": {"interop", "runtime", "schema"},
     "trainer": {
-        "checkpoint", "imagenet_dataset", "input_pipeline", "observability", "optim", "runtime", "schema"
+        "checkpoint", "imagenet_dataset", "input_pipeline", "observability", "optim", "packing", "runtime", "schema"
     },
     "launch": {"imagenet_dataset", "interop", "observability", "runtime", "schema", "vit_te"},
     "infer": {"input_pipeline", "interop", "launch", "runtime", "schema"},

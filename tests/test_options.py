@@ -70,6 +70,8 @@ VALUES = {
     "data.decoder": "pillow",
     "data.on_error": "skip",
     "data.repeated_augmentation": 2,
+    "data.packing.patches_per_image": 9,
+    "data.packing.images_per_row": 4,
     "data.crop_scale": [0.5, 1.0],
     "data.crop_ratio": [0.5, 1.0],
     "data.auto_augment": "rand-m9",
@@ -139,6 +141,7 @@ ON = {
         "profiler.trace": True, "profiler.first_step": 2, "profiler.num_steps": 1, "data.num_workers": 1,
         "data.path": "BROKEN", "optimizer.lr_base_size": 12,
     },
+    "in rows": {"data.packing.enabled": True},
     "shards": {"data.source": "webdataset", "data.path": "SHARDS"},
     "noise": {
         "data.source": "synthetic", "data.path": None, "data.num_synthetic_train": 48, "data.num_synthetic_val": 24

@@ -23,6 +23,12 @@ def test_small_shared_memory_is_warned_of(monkeypatch, caplog, tmp_path, free, w
     # 2 ranks, 2 loaders of 8 processes that each work 2 batches ahead, 16 images of 3 bytes a pixel.
     needed = 2 * 2 * 8 * 2 * 16 * 3 * 384 * 384
     assert shared_memory.needed(cfg, world_size=2, ranks_here=2) == needed
+    packed = launch.load_config(
+        "L0_sanity",
+        [*sizes, "global_batch_size=64", "num_train_steps=2", "micro_batch_size=16", "data.packing.enabled=true"],
+    )
+    rows, _ = next(iter(loaders_of(packed, rank=0, world_size=2)[0]))
+    assert shared_memory.needed(packed, world_size=2, ranks_here=2) == 2 * 2 * 8 * 2 * rows.patches.numel()
     loaders = loaders_of(cfg, rank=0, world_size=2, start_step=0)
     assert len(loaders) == shared_memory.LOADERS
     assert {loader.prefetch_factor for loader in loaders} == {shared_memory.AHEAD}

@@ -11,7 +11,7 @@ from conftest import error_of
 from weight_files import drawn
 
 import vit
-from interop import timm_models
+from interop import timm_models, weights_in
 from schema import pair
 
 # Every part that differs among timm's plain ViTs: pools, tokens, norms, scales, activations, patches.
@@ -57,6 +57,19 @@ def test_a_name_stands_for_timms_model(name):
             torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-3)
 
 
+def test_a_name_of_naflexvit_stands_for_rows_of_images():
+    """Positions are a grid of 16 x 16, images have as many patches as one of 384 x 384."""
+    name = "naflexvit_base_patch16_gap.e300_s576_in1k"
+    cfg = composed(name, "model.num_classes=5")
+    with torch.device("meta"):
+        theirs, ours = timm.create_model(name, num_classes=5), vit.VisionTransformer(cfg.model)
+    found = weights_in.from_naflex(theirs.state_dict())
+    assert {key: tensor.shape for key, tensor in ours.state_dict().items()} == {k: t.shape for k, t in found.items()}
+    assert cfg.checkpoint.init_from == f"timm:{name}"
+    assert (cfg.model.img_size, cfg.model.norm_eps, cfg.data.mean) == ((256, 256), 1e-6, (0.5, 0.5, 0.5))
+    assert (cfg.data.packing.enabled, cfg.patches_per_image()) == (True, 576)
+
+
 def test_what_is_typed_beside_it_goes_first():
     name = NAMES[0]
     for base in ("finetune_any", "L0_sanity"):  # whose model and images are others
@@ -72,6 +85,10 @@ def test_what_is_typed_beside_it_goes_first():
         ("resnet50.a1_in1k", "it is a ResNet, no VisionTransformer or Eva"),
         ("vit_base_patch16_224.nothing", "timm has no such weights: use one of vit_base_patch16_224."),
         ("vit_tiny_r_s16_p8_224.augreg_in21k", "a convolutional network before the blocks (embed_layer), which vit.py"),
+        (
+            "naflexvit_base_patch16_par_gap.e300_s576_in1k",
+            "other positions, blocks or layers (pos_embed_ar_preserving=True), which vit.py has not",
+        ),
     ],
 )
 def test_a_model_that_is_none_of_ours_is_refused_by_name(name, fragment):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_vit import BLOCKS
 from timm.layers import resample_abs_pos_embed, resize_rel_pos_bias_table
 from timm.models import load_state_dict
+from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 from weight_files import (
@@ -142,6 +143,50 @@ def test_another_patch_size_is_resampled_as_in_timm(patch, tmp_path):
     result, _ = fitted(folder, after)
     for name, value in from_timms_filter(after, tensors).items():
         torch.testing.assert_close(result[name], value, atol=1e-6, rtol=0)
+
+
+def write_naflex(folder, cfg, **options):
+    """A folder of timm's with a NaFlexVit, as the hub has it, and the model."""
+    folder.mkdir()
+    model = NaFlexVit(
+        **{key: getattr(cfg, key) for key in ("patch_size", "embed_dim", "depth", "num_heads", "num_classes")},
+        **{key: getattr(cfg, key) for key in ("class_token", "global_pool", "in_chans")},
+        pos_embed_grid_size=cfg.grid_size(),
+        **options,
+    )
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    return model
+
+
+@pytest.mark.parametrize("sizes", ["img_size=[32,64]", "patch_size=8 img_size=32 in_chans=1"])
+def test_naflexvits_positions_and_patches_are_told_by_their_shapes(sizes, tmp_path):
+    cfg = small(f"{sizes} no_embed_class=true")
+    theirs = write_naflex(tmp_path / "naflex", cfg)
+    # Of its own images: larger than the grid of its positions.
+    about = {"architecture": "naflexvit_base_patch16_gap", "pretrained_cfg": {"input_size": [3, 384, 384]}}
+    (tmp_path / "naflex/config.json").write_text(json.dumps(about))
+    result, fresh = fitted(tmp_path / "naflex", cfg)
+    assert fresh == []
+    assert_same_bits(result, weights_in.from_naflex(theirs.state_dict()))
+    rows, columns = cfg.grid_size()
+    table = theirs.embeds.pos_embed.detach()
+    assert torch.equal(result["pos_embed"], table.view(1, rows * columns, -1))
+    model = VisionTransformer(cfg).eval()
+    model.load_state_dict(result)
+    x = images(cfg)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), theirs.eval()(x), rtol=0, atol=1e-5)
+    line = error_of(fitted, tmp_path / "naflex", small(sizes))
+    assert line.endswith("set model.no_embed_class=true")
+
+
+def test_naflexvits_other_positions_are_refused(tmp_path):
+    """No tensor shows how they are resampled."""
+    cfg = small("no_embed_class=true")
+    write_naflex(tmp_path / "naflex", cfg, pos_embed_ar_preserving=True)
+    (tmp_path / "naflex/config.json").write_text(json.dumps({"architecture": "naflexvit_base_patch16_par_gap"}))
+    line = error_of(fitted, tmp_path / "naflex", cfg)
+    assert "its pos_embed_ar_preserving is True, vit.py resamples positions with False: give other weights" in line
 
 
 # --- what loads, and what does not

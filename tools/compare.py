@@ -57,7 +57,7 @@ ONLY: str = """
     data.source=folder data.repeated_augmentation=1 data.on_error=raise data.exif_orientation=false
     data.max_pixels=178956970 checkpoint.init_from=null wandb.mode=disabled tensorboard.enabled=false
     profiler.trace=false profiler.memory_snapshot=false optimizer.state_dtype=fp32 model.distilled=false
-    distillation.kind=none
+    distillation.kind=none data.packing.enabled=false
 """
 
 

@@ -232,6 +232,8 @@ def check_data(cfg: Any) -> Iterator[Row]:
     try:
         sizes = imagenet_dataset.run_sizes(cfg, 1)
         batch = min(cfg.global_batch_size, 64)
+        if cfg.data.packing.enabled:  # whole rows
+            batch = max(batch // cfg.data.packing.images_per_row, 1) * cfg.data.packing.images_per_row
         data = dataclasses.replace(cfg.data, num_workers=0, size_schedule=None)
         alone = dataclasses.replace(cfg, global_batch_size=batch, micro_batch_size=batch, data=data)
         loader, _ = imagenet_dataset.build_loaders(alone, imagenet_dataset.run_sizes(alone, 1), rank=0, start_step=0)

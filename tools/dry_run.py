@@ -292,8 +292,12 @@ def dry_run(cfg: Config, script: str, ranks: int) -> list[Trial]:
     """The trial of an entrypoint's main; with data.size_schedule one of each image size.
 
     Raises:
-        ConfigError: the run has a teacher.
+        ConfigError: the run has a teacher, or packs images.
     """
+    if cfg.data.packing.enabled:
+        raise ConfigError(
+            "data.packing.enabled=true: what is in a row follows from numbers, which a dry run has none of; set false"
+        )
     if cfg.distillation.kind != "none":
         raise ConfigError(
             f"distillation.kind={cfg.distillation.kind}: a dry run reads no weights, a teacher's neither; set none"

@@ -157,6 +157,7 @@ def check(cfg: Config, script: str) -> None:
     needed += [("model.freeze", cfg.model.freeze, None), ("model.implementation", cfg.model.implementation, "ours")]
     needed += [(f"model.{key}", getattr(cfg.model, key), plain) for key, plain in cfg.model.later_options().items()]
     needed += [("distributed.tp", cfg.distributed.tp or 1, 1), ("distillation.kind", cfg.distillation.kind, "none")]
+    needed.append(("data.packing.enabled", cfg.data.packing.enabled, False))
     if script == "train_fsdp2":
         needed.append(("fsdp2.cpu_offload", cfg.fsdp2.cpu_offload, False))
     if script == "train_mfsdp":

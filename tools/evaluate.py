@@ -70,6 +70,12 @@ class LabelledImages(Dataset):
             raise UnreadableError(f"cannot read {self.source.name(index)}: {error}") from error
 
 
+def gather(items: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """A batch of `LabelledImages` whose images differ in size."""
+    images, answers = zip(*items, strict=True)
+    return list(images), torch.stack(answers)
+
+
 def images_of(folder: Path, model: infer.TimmModel) -> tuple[ImageSource, tuple[int, ...]]:
     """The images of a folder of class folders or tar shards, and the model's output of each of its classes.
 
@@ -238,7 +244,7 @@ def task_of(folder: Path, model: infer.TimmModel, *, is_real: bool, valid_labels
 @torch.inference_mode()
 def evaluate(
     model: torch.nn.Module,
-    loader: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    loader: Iterable[tuple[torch.Tensor | list[torch.Tensor], torch.Tensor]],
     *,
     num_classes: int,
     device: torch.device,
@@ -247,7 +253,8 @@ def evaluate(
 ) -> torch.Tensor:
     """(num_classes, 3), float64, summed over all ranks: images, top-1 hits and top-5 hits of each class.
 
-    `loader` gives images and their right answers, as `LabelledImages`; an image counts for the class of its first one.
+    `loader` gives images, a tensor or, where they differ in size, a list, and their right answers, as `LabelledImages`;
+    an image counts for the class of its first one.
     """
     sums = torch.zeros(num_classes, 3, dtype=torch.float64, device=device)
     is_invalid = torch.zeros(num_classes, dtype=torch.bool, device=device)
@@ -255,9 +262,12 @@ def evaluate(
         is_invalid[:] = True
         is_invalid[list(valid)] = False
     for images, answers in loader:
-        images, answers = images.to(device, non_blocking=True), answers.to(device, non_blocking=True)
+        answers = answers.to(device, non_blocking=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            logits = model(images)
+            if isinstance(images, torch.Tensor):
+                logits = model(images.to(device, non_blocking=True))
+            else:
+                logits = infer.logits_of(model, [image.to(device, non_blocking=True) for image in images])
         is_image = answers[:, 0] != PADDING
         answers = answers[is_image]
         logits = logits[is_image].float().masked_fill(is_invalid, -torch.inf)
@@ -306,7 +316,8 @@ def main(argv: list[str] | None = None) -> None:
     device = join(args.precision)
     sampler = EvalSampler(len(task.source), batch_size=args.batch_size, rank=rank, world_size=world_size)
     dataset = LabelledImages(task.source, task.answers, infer.Reader(model, config))
-    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=args.workers, pin_memory=device.type == "cuda")
+    options = {"collate_fn": gather if config.get("packing") else None, "num_workers": args.workers}
+    loader = DataLoader(dataset, batch_sampler=sampler, pin_memory=device.type == "cuda", **options)
     # Reading fails on one rank only: its error ends the others through torchrun.
     options = {"num_classes": model.num_classes, "device": device, "precision": args.precision, "valid": task.valid}
     try:

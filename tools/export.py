@@ -201,7 +201,8 @@ def export(model: infer.TimmModel, config: dict[str, Any], form: str, output: Pa
         RunError: it cannot be exported, or does not compute what the model does.
     """
     _, write, load = FORMATS[form]
-    reader = infer.Reader(model, config)
+    # A file has one size: of a model of images in their own aspect ratio (data.packing), that of squares.
+    reader = infer.Reader(model, {key: value for key, value in config.items() if key != "packing"})
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
         temporary = Path(folder) / output.name
         example = torch.zeros(2, *reader.shape)  # of a batch of 1 an exporter would think that it is always 1

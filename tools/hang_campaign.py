@@ -99,11 +99,11 @@ def prepare(kind: str, step: int, folder: Path) -> None:
         load = imagenet_dataset.ImageDataset._load
         times = []
 
-        def slowly(self: Any, index: int) -> Any:
+        def slowly(self: Any, *place: Any) -> Any:
             times.append(1)
             if len(times) == 30:
                 trickle(folder, 3 * TIMEOUT_S)
-            return load(self, index)
+            return load(self, *place)
 
         imagenet_dataset.ImageDataset._load = slowly  # type: ignore[method-assign]
 
