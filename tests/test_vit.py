@@ -828,9 +828,10 @@ SOME_BLOCKS = [
 )
 def test_compiling_reaches_every_block(monkeypatch, overrides, activation_checkpointing):
     """What differs from block to block makes torch compile anew, until it runs the ninth and later ones uncompiled."""
-    cfg, ran = small(f"depth=10 {overrides}"), []
+    cfg, ran, graphs = small(f"depth=10 {overrides}"), [], []
 
     def backend(graph, _):
+        graphs.append(graph)
         return lambda *args: (ran.append(1), graph(*args))[1]
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
@@ -841,6 +842,7 @@ def test_compiling_reaches_every_block(monkeypatch, overrides, activation_checkp
     assert list(model.state_dict()) == names
     model(images(cfg))
     assert len(ran) == cfg.depth
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("name", ["side_by_side", "parallel", "differential_parallel"])
@@ -870,6 +872,7 @@ def test_compiling_changes_no_number(overrides, activation_checkpointing):
     assert_close(outputs_and_gradients(compiled, images(cfg)), outputs_and_gradients(plain, images(cfg)))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -881,15 +884,16 @@ def test_compiling_changes_no_number(overrides, activation_checkpointing):
         *BLOCKS.values(),
     ],
 )
-def test_residual_stream_is_bf16_under_autocast(overrides):
+def test_residual_stream_is_bf16_under_autocast(overrides, device):
+    """On a GPU norms are in FP32 then, on a CPU they are not."""
     cfg = small(overrides)
-    model = drawn(cfg)
+    model = drawn(cfg).to(device)
     dtypes = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
         block.register_forward_hook(lambda _, args, output: dtypes.append(output.dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(images(cfg))
+    with torch.autocast(device, torch.bfloat16):
+        model(images(cfg).to(device))
     assert dtypes == [torch.bfloat16] * 2 * cfg.depth
 
 
