@@ -546,6 +546,16 @@ def build_loaders(
     return train_loader, val_loader
 
 
+def noise(cfg: Config, sizes: RunSizes, device: torch.device) -> torch.Tensor | Packed:
+    """A microbatch in the shape of the training's, as the model gets it."""
+    channels, images = cfg.model.in_chans, sizes.micro_batch_size
+    if not cfg.data.packing.enabled:
+        return torch.rand((images, channels, *pair(cfg.model.img_size)), device=device)
+    rows, pixels = images // cfg.data.packing.images_per_row, channels * math.prod(pair(cfg.model.patch_size))
+    grids = torch.tensor([(1, cfg.patches_per_image())] * images, device=device)
+    return Packed(torch.rand((rows, cfg.tokens_per_row(), pixels), device=device), grids)
+
+
 def _device() -> torch.device:
     """This process's, which `process_group.dist_session` has chosen."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -16,11 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 from distillation import build_teacher
+from imagenet_dataset import noise
 from modeling import build_model, prepare_blocks
 from optim import build_optimizer
 from runtime.process_group import dist_session
 from runtime.session import Session
-from schema import Config, RunSizes, pair
+from schema import Config, RunSizes
 from trainer import Run, train
 
 
@@ -71,8 +72,7 @@ def build(cfg: Config, session: Session, sizes: RunSizes) -> Run:
 
 def settle_buckets(model: DistributedDataParallel, cfg: Config, sizes: RunSizes, device: torch.device) -> None:
     """One forward and backward pass; leaves no gradient and no FP8 scale behind."""
-    shape = (sizes.micro_batch_size, cfg.model.in_chans, *pair(cfg.model.img_size))
-    model(torch.rand(shape, device=device)).sum().backward()
+    model(noise(cfg, sizes, device)).sum().backward()
     model.zero_grad()
     model.module.reset_scaling()
 
