@@ -333,6 +333,7 @@ def test_a_class_may_be_missing_in_val(tmp_path, tiny, run):
         ["data.source=webdataset"],
         ["data.repeated_augmentation=2"],
         ["data.on_error=skip"],
+        ["data.packing.enabled=true"],
         ["data.exif_orientation=true"],
         ["data.max_pixels=1000"],
         ["data.color_jitter=[0.3, 0.3, 0.3]", "data.auto_augment=rand-m9"],

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, run_command, tiny_config
+from conftest import ROOT, error_of, run_command, tiny_config
 
 import dry_run
 from modeling import build_model
@@ -66,6 +66,10 @@ def test_each_size_of_a_schedule_is_tried(script):
     alone, _ = tried(script, "model.img_size=32")
     assert large.memory == alone.memory
     assert large.memory["activations of a microbatch"] > small.memory["activations of a microbatch"]
+
+
+def test_rows_of_images_are_refused_by_name():
+    assert error_of(tried, "train_ddp", "data.packing.enabled=true").startswith("data.packing.enabled=true: ")
 
 
 def test_replicas_of_shards_with_accumulation():

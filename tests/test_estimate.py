@@ -352,6 +352,7 @@ def test_a_recipe_on_its_own_cards_stays_the_recipe(monkeypatch, capsys):
         ),
         (["vit_base_patch16_224", "mfsdp.zero_dp_strategy=optim"], "mfsdp.zero_dp_strategy=optim is not in"),
         (["vit_base_patch16_224", "fsdp2.cpu_offload=true"], "fsdp2.cpu_offload=true is not in the estimate"),
+        (["vit_base_patch16_224", "data.packing.enabled=true"], "data.packing.enabled=true is not in the estimate"),
         (["vit_base_patch16_224", "distributed.tp=2"], "distributed.tp=2 is not in the estimate: set distributed.tp=1"),
         (["vit_base_patch16_224", "--gpus", "eight"], "--gpus=eight: give numbers above 0"),
         (["vit_base_patch16_224", "optimzer.lr=1"], "unknown key optimzer.lr"),

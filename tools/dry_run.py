@@ -296,7 +296,7 @@ def dry_run(cfg: Config, script: str, ranks: int) -> list[Trial]:
     """
     if cfg.data.packing.enabled:
         raise ConfigError(
-            "data.packing.enabled=true: what is in a row follows from numbers, which a dry run has none of; set false"
+            "data.packing.enabled=true: where an image ends in its row is a number, and a dry run has none; set false"
         )
     if cfg.distillation.kind != "none":
         raise ConfigError(
