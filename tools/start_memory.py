@@ -34,7 +34,8 @@ import checkpoint  # noqa: E402
 import trainer  # noqa: E402
 from benchmark import provenance  # noqa: E402
 from dry_run import num_bytes  # noqa: E402
-from schema import Config, RunSizes  # noqa: E402
+from imagenet_dataset import run_sizes  # noqa: E402
+from schema import Config  # noqa: E402
 
 M_MMAP_THRESHOLD = -3
 FIXED = ["data=synthetic", "precision=fp32", "compile=false", "num_epochs=null", "num_train_steps=1"]
@@ -73,7 +74,7 @@ def measure(cfg: Config) -> dict[str, Any]:
     entrypoint, watch, weights = importlib.import_module("train_fsdp2"), Watch(), []
     build_optimizer, init, sizes_of = entrypoint.build_optimizer, contextlib.ExitStack(), {}
 
-    def build(model: Any, *args: Any, **options: Any) -> Any:
+    def optimizer_of(model: Any, *args: Any, **options: Any) -> Any:
         weights.extend(model.parameters())
         init.close()
         sizes_of["parameters"] = sum(p.numel() for p in weights)
@@ -86,10 +87,13 @@ def measure(cfg: Config) -> dict[str, Any]:
             optimizer = build_optimizer(model, *args, **options)
         return optimizer
 
-    def train(run: trainer.Run, cfg: Config, session: Any, sizes: RunSizes, *, resumed: Any, **_: Any) -> dict:
+    def train(build: Callable[..., trainer.Run], cfg: Config, session: Any) -> dict:
         def held() -> int:
             return num_bytes(run.state.tensors(step=1))
 
+        sizes = run_sizes(cfg, session.world_size)
+        run = build(cfg, session, sizes)
+        resumed = checkpoint.restore(run.state, cfg, session, sizes)
         saver = checkpoint.Saver(run.state, cfg, session, sizes, resumed=resumed)
         with watch.part("save", held):
             saver.save(1, None)
@@ -101,8 +105,7 @@ def measure(cfg: Config) -> dict[str, Any]:
             dist.barrier()
         return {}
 
-    stand_ins = {"build_optimizer": build, "train": train, "build_loaders": lambda *args, **options: ((), ())}
-    with mock.patch.multiple(entrypoint, **stand_ins):
+    with mock.patch.multiple(entrypoint, build_optimizer=optimizer_of, train=train):
         init.enter_context(watch.part("init", lambda: num_bytes(weights)))
         entrypoint.main(cfg)
     return sizes_of | {"parts": watch.parts}
