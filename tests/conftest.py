@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import quick_hydra
 import torch
 from bucket_server import serving
 from PIL import Image
@@ -38,6 +39,7 @@ from vit import VisionTransformer
 SCRIPTS = ("train_ddp", "train_fsdp2", "train_mfsdp")
 CPU_SCRIPTS = SCRIPTS[:2]  # Megatron-FSDP needs a GPU
 ROOT = Path(__file__).resolve().parent.parent
+quick_hydra.install()
 torch.set_num_threads(1)  # as torchrun does: the same sums in every process
 for number in (signal.SIGINT, signal.SIGHUP):  # a shell's background and nohup ignore them; tests send them to runs
     if signal.getsignal(number) is signal.SIG_IGN:
