@@ -23,9 +23,11 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import quick_hydra
 import torch
 import torch.distributed as dist
 
+quick_hydra.install()
 launch.put_timm_off()  # as for the entrypoints
 
 import checkpoint  # noqa: E402
