@@ -345,15 +345,14 @@ class ModelConfig:
         is_other, is_diff = self.block_fn != "Block" and not self.is_eva, self.attn_layer == "diff"
         in_eva: dict[str, Any] = {"rel_pos_type": None, "attn_layer": "attn"}
         in_eva |= {} if norms_after else {"block_fn": "Block"}
+        post_norm: dict[str, Any] = {"qk_norm": False, "num_kv_heads": None, "init_values": None}
+        post_norm |= {"attn_only_layer_scale": False} | ({} if self.scale_mlp_norm else {"swiglu_align_to": 0})
+        parallel: dict[str, Any] = {"scale_mlp_norm": False, "scale_attn_norm": False, "attn_layer": "attn"}
         limits: tuple[tuple[bool, str, dict[str, Any]], ...] = (
             (self.rel_pos_type is not None, f"with model.rel_pos_type={self.rel_pos_type}", WITH_REL_POS),
             (self.is_eva, "in timm's Eva", in_eva),
-            (self.is_eva and norms_after, block, {"qk_norm": False, "num_kv_heads": None, "init_values": None}),
-            (
-                self.block_fn in PARALLEL,
-                block,
-                {"scale_mlp_norm": False, "scale_attn_norm": False, "attn_layer": "attn"},
-            ),
+            (self.is_eva and norms_after, block, post_norm),
+            (self.block_fn in PARALLEL, block, parallel),
             (is_other, block, {"mlp_layer": "mlp", "distilled": False}),
             (is_diff, "with model.attn_layer=diff", {"mlp_layer": "mlp", "distilled": False}),
         )

@@ -194,7 +194,8 @@ def _read_file(source: str, file: Path, config_file: Path | None) -> Source:
             data = config.get("pretrained_cfg") or config
             options = config.get("model_args") or {}
             if architecture := config.get("architecture"):
-                options = options | {"block_fn": _block_fn("_rpn_" in architecture or options.get("use_post_norm"))}
+                of_name = "_rpn_" in architecture or architecture.startswith("eva02_enormous")
+                options = options | {"block_fn": _block_fn(options.get("use_post_norm", of_name))}
             if options.get("use_rot_pos_emb") is False:
                 options = options | {"rope_type": None}
             # timm's older files have the evaluation's settings at the top.

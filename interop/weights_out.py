@@ -70,15 +70,17 @@ def timm_arguments(model: dict[str, Any]) -> dict[str, Any]:
         left_out = {*WITH_REL_POS, *EVA_ONLY, *ROPE_ONLY, "norm_layer", "attn_type", "rope_type", "block_fn"}
         left_out.add("no_embed_class")
         return {key: value for key, value in known.items() if key not in left_out} | {"fc_norm": fc_norm}
-    known = {key: value for key, value in known.items() if key not in {"block_fn", *REL_POS}}
+    known = {key: value for key, value in known.items() if key not in {"block_fn", "attn_layer", *REL_POS}}
     if model["rope_type"] is None and model["attn_type"] == "rope":
-        is_plain = (model["block_fn"], model["attn_layer"]) == ("Block", "attn")
-        rms = {"norm_layer": model["norm_layer"]} if model["norm_layer"] == "rmsnorm" or not is_plain else {}
+        is_diff = model["attn_layer"] == "diff"
+        names_norm = model["norm_layer"] == "rmsnorm" or model["block_fn"] != "Block" or is_diff
+        more = {"norm_layer": model["norm_layer"]} if names_norm else {}
+        more |= {"attn_layer": "diff"} if is_diff else {}
         positions = {"pos_embed": "none"} if model["pos_embed"] == "none" else {}
         left_out = {"norm_layer", "mlp_layer", "attn_type", *EVA_ONLY, *ROPE_ONLY, "rope_type"}
-        return {key: value for key, value in known.items() if key not in left_out} | rms | positions
+        return {key: value for key, value in known.items() if key not in left_out} | more | positions
     at_the_end = model["fc_norm"] if model["fc_norm"] is not None else model["global_pool"] == "avg"
-    left_out = {*BY_ARCHITECTURE, "attn_layer", "final_norm", "fc_norm", "proj_bias", "rope_type"}
+    left_out = {*BY_ARCHITECTURE, "final_norm", "fc_norm", "proj_bias", "rope_type"}
     return {EVA_NAMES.get(key, key): value for key, value in known.items() if key not in left_out} | {
         "swiglu_mlp": model["mlp_layer"] != "mlp",
         "use_post_norm": model["block_fn"] == "ResPostBlock",

@@ -742,6 +742,10 @@ def test_size_that_patches_do_not_fill_is_refused(overrides, texts):
             "rope_type=cat block_fn=ResPostBlock init_values=0.1",
             "model.init_values=0.1 with model.block_fn=ResPostBlock",
         ),
+        (
+            "rope_type=cat block_fn=ResPostBlock mlp_layer=swiglu act_layer=silu swiglu_align_to=8",
+            "model.swiglu_align_to=8 with model.block_fn=ResPostBlock: set model.swiglu_align_to=0",
+        ),
         ("attn_layer=diff num_heads=16", "model.num_heads=16 gives heads of 3 channels with model.attn_layer=diff"),
         (
             "block_fn=ParallelScalingBlock attn_layer=diff",

@@ -297,6 +297,10 @@ def test_norms_after_the_branches_are_told_by_nothing_in_the_weights(tmp_path):
             fitted(source, one)
             assert error_of(fitted, source, other).endswith(f"set model.block_fn={one.block_fn}")
         assert weights_in._source_of(timms(one), "it").options["block_fn"] == one.block_fn
+    for name, kind in (("eva02_enormous_patch14_clip_224", "ResPostBlock"), ("vit_base_patch16_224", "Block")):
+        write_timm(tmp_path, before, ours(before))  # timm's own releases name the architecture alone
+        (tmp_path / "config.json").write_text(json.dumps({"architecture": name}))
+        assert weights_in.read(str(tmp_path)).options["block_fn"] == kind
 
 
 @pytest.mark.parametrize("token", ["true", "false"])
