@@ -59,12 +59,16 @@ def longest_image(tokens_per_row: int, images_per_row: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Where in the rows of a batch which image is. The padding at the end of a row is an image of its own here.
+    """Where in the rows of a batch which image is.
+
+    The padding at the end of a row is images here, too, none longer than `longest`: a kernel that is told of shorter
+    ones leaves memory unwritten. Most of them have no token.
 
     Attributes:
-        image: (R, T), int64: the image of each token, in rows of images_per_row + 1.
+        images_per_row: without those of padding, which follow them.
+        image: (R, T), int64: the image of each token.
         place: (R, T), int64: of each token within its image.
-        grids: (R, images_per_row + 1, 2): rows and columns of patches; of the padding 1 and 1.
+        grids: (R, all images of a row, 2): rows and columns of patches; of padding 1 and 1.
         is_image: (R, T), bool: the token is no padding.
         is_patch: (R, T), bool: the token is a patch of an image.
         boundaries: (images + 1,), int32: the first token of each image, in all rows one after the other, and the end.
@@ -72,6 +76,7 @@ class Rows:
         mask: (R, 1, T, T), bool: who attends to whom; None where `varlen_attn` needs none.
     """
 
+    images_per_row: int
     image: torch.Tensor
     place: torch.Tensor
     grids: torch.Tensor
@@ -87,24 +92,29 @@ class Rows:
         num_rows, tokens = batch.patches.shape[:2]
         device = batch.patches.device
         per_row = len(batch) // num_rows
-        grids = F.pad(batch.grids.view(num_rows, per_row, 2), (0, 0, 0, 1), value=1)
+        longest = longest_image(tokens, per_row)
+        grids = batch.grids.view(num_rows, per_row, 2)
         lengths = grids.prod(dim=2) + num_prefix_tokens
-        lengths[:, -1] = tokens - lengths[:, :-1].sum(dim=1)
+        starts_of_padding = torch.arange(0, tokens, longest, device=device)
+        padding = tokens - lengths.sum(dim=1, keepdim=True) - starts_of_padding
+        lengths = torch.cat([lengths, padding.clamp(0, longest)], dim=1)
+        grids = F.pad(grids, (0, 0, 0, len(starts_of_padding)), value=1)
         ends = lengths.flatten().cumsum(0)
         images = torch.arange(lengths.numel(), device=device)
         image = images.repeat_interleave(lengths.flatten(), output_size=num_rows * tokens)
         place = torch.arange(num_rows * tokens, device=device) - (ends - lengths.flatten())[image]
         image, place = image.view(num_rows, tokens), place.view(num_rows, tokens)
-        is_image = image % (per_row + 1) < per_row
+        is_image = image % grids.shape[1] < per_row
         has_kernel = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
         return cls(
+            images_per_row=per_row,
             image=image,
             place=place,
             grids=grids,
             is_image=is_image,
             is_patch=is_image & (place >= num_prefix_tokens),
             boundaries=F.pad(ends, (1, 0)).int(),
-            longest=longest_image(tokens, per_row),
+            longest=longest,
             mask=None if has_kernel else (image[:, :, None] == image[:, None, :])[:, None],
         )
 
@@ -128,13 +138,14 @@ class Rows:
 
         A matrix product, so that its gradient is summed in one order always.
         """
-        per_row = self.grids.shape[1] - 1
-        numbers = torch.arange(per_row, device=x.device)
-        is_own = (self.image % (per_row + 1))[:, None, :] == numbers[:, None]  # R images T
-        if global_pool == "token":
-            return (is_own & (self.place == 0)[:, None, :]).to(x.dtype).bmm(x).flatten(0, 1)
-        sums = (is_own & self.is_patch[:, None, :]).to(x.dtype).bmm(x)
-        return (sums / self.grids[:, :-1].prod(dim=2, keepdim=True)).flatten(0, 1)
+        numbers = torch.arange(self.images_per_row, device=x.device)
+        is_own = (self.image % self.grids.shape[1])[:, None, :] == numbers[:, None]  # R images T
+        is_meant = self.place == 0 if global_pool == "token" else self.is_patch
+        with torch.autocast(x.device.type, enabled=False):  # what a norm left in FP32 stays so, as without rows
+            sums = (is_own & is_meant[:, None, :]).to(x.dtype).bmm(x)
+        if global_pool != "token":
+            sums = sums / self.grids[:, : self.images_per_row].prod(dim=2, keepdim=True)
+        return sums.flatten(0, 1)
 
 
 @functools.lru_cache(maxsize=8)

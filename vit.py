@@ -505,13 +505,12 @@ class VisionTransformer(TrainableModel):
         x = self.norm_pre(self.pos_drop(x)).to(x.dtype)
         keeps: Iterable[torch.Tensor | None] = [None] * len(self.blocks)
         if self.training and self.cfg.drop_path_rate > 0:
-            per_row = rows.grids.shape[1] - 1
-            drawn = self.drop_path(len(batch), x.device).view(len(self.blocks), 2, -1, per_row)
-            of_image = F.pad(drawn, (0, 1), value=1.0).flatten(2)  # padding's are as good as any
+            drawn = self.drop_path(len(batch), x.device).view(len(self.blocks), 2, -1, rows.images_per_row)
+            of_image = F.pad(drawn, (0, rows.grids.shape[1] - rows.images_per_row), value=1.0).flatten(2)
             keeps = of_image[:, :, rows.image, None]  # depth 2 R T 1
         for block, keep in zip(self.blocks, keeps, strict=True):
             x = block(x, keep, rows=rows)
-        x = rows.pool(self.norm(x).to(x.dtype), self.cfg.global_pool)
+        x = rows.pool(self.norm(x), self.cfg.global_pool)
         return self.head(self.head_drop(self.pre_logits(self.fc_norm(x))))
 
     def _packed_tokens(self, rows: packing.Rows) -> torch.Tensor:

@@ -90,9 +90,9 @@ def test_logits_and_gradients_are_those_of_the_images_one_by_one(kind, spare):
         torch.testing.assert_close(got[name], gradient, rtol=0, atol=1e-6 * largest, msg=name)
 
 
-@pytest.mark.parametrize("spare", [0, 2])
+@pytest.mark.parametrize("spare", [0, 2, 60])
 def test_kernel_for_several_lengths_gets_each_image_by_itself(spare, monkeypatch):
-    """The kernel's place taken by one attention an image; full rows have an empty one at their end."""
+    """The kernel's place taken by one attention an image; rows may be full, or nearly empty."""
     model = model_of(*KINDS["token"])
     batch = packed(model, images_of(model, GRIDS), spare=spare)
     want = model(batch)
@@ -315,7 +315,7 @@ WIDE_GRIDS = [(4, 4), (2, 8), (5, 3), (1, 7), (5, 4), (3, 3), (4, 4), (6, 2), (2
 def test_gpu_kernel_in_bf16_is_the_reference_of_the_cpu(compiles):
     reference = model_of(*WIDE, "model.global_pool=token", "model.class_token=true")
     images = images_of(reference, WIDE_GRIDS)
-    batch = packed(reference, images)
+    batch = packed(reference, images, spare=80 if compiles else 0)  # more padding than an image may be long, or none
     want = reference(batch)
     want_gradients = gradients(reference, want)
     model = model_of(*WIDE, "model.global_pool=token", "model.class_token=true").cuda()
@@ -367,8 +367,8 @@ def test_gpu_runs_agree(gpu_runs):
     want = column(gpu_runs, "fp32", "train/loss")
     assert len(want) == 10
     for script in ("train_ddp", "train_fsdp2"):
-        assert column(gpu_runs, script, "train/loss") == pytest.approx(want, abs=2e-2)
+        assert column(gpu_runs, script, "train/loss") == pytest.approx(want, abs=3e-2)
         assert column(gpu_runs, script, "val/loss") == pytest.approx(column(gpu_runs, "fp32", "val/loss"), abs=5e-2)
         assert max(column(gpu_runs, script, "train/padding_fraction")) < 0.1  # of rows of few tokens
     one, other = (column(gpu_runs, f"{script}-more", "train/loss") for script in ("train_ddp", "train_fsdp2"))
-    assert one == pytest.approx(other, abs=2e-2)
+    assert one == pytest.approx(other, abs=3e-2)
