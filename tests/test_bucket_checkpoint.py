@@ -3,6 +3,8 @@
 Each "node" of a run of two processes has a folder of its own: local_dir has the rank in its name.
 """
 
+import launch
+
 import argparse
 import functools
 import json
@@ -30,6 +32,7 @@ pytest.importorskip("moto")
 import doctor
 import infer
 import schema
+import train_ddp
 from runtime.bucket import Bucket, BucketError
 from runtime.checkpoint_places import MANIFEST, InBucket, fetched, model_path, place_of, sha256
 
@@ -66,6 +69,19 @@ def complete(bucket):
 
 
 # One rank, in this process
+
+
+def test_a_run_goes_on_over_a_change_of_the_image_size(tiny, tmp_path, bucket):
+    """From what it put into the bucket itself; the losses are those of a run in a folder."""
+    change = [*tiny, "data.size_schedule=[{epoch:1.2,img_size:24,global_batch_size:12}]"]
+    places = [f"checkpoint.ckpt_dir={bucket}", f"checkpoint.local_dir={tmp_path / 'local'}"]
+    for name, where in (("in_bucket", places), ("in_folder", [])):
+        overrides = [*change, *where, f"output_dir={tmp_path / name}"]
+        train_ddp.main(launch.load_config("L0_sanity", overrides, script="train_ddp"))
+    assert complete(bucket) == [3, 6]
+    losses = [column(tmp_path, name, "train/loss") for name in ("in_bucket", "in_folder")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
 
 
 def test_a_checkpoint_is_its_parts_and_a_manifest_and_comes_back_bit_for_bit(job, bucket):

@@ -414,7 +414,7 @@ def test_graphs_are_recorded_anew_after_a_border(tmp_path):
     tasks = []
     for script, graphs in itertools.product(CPU_SCRIPTS, ("false", "true")):
         options_here = [*options, f"cuda_graphs={graphs}", "lr_scheduler.num_training_steps=32"]
-        task = functools.partial(task_of, images, tmp_path, base=[*TINY, *ON_GPU], before="count_replays")
+        task = functools.partial(task_of, images, tmp_path, base=[*TINY, *ON_GPU], before="count_replays_of_fresh_code")
         tasks.append(task(f"{script}-{graphs}", script, *options_here, "num_train_steps=32"))
         for stop in (16, 20, 32) if graphs == "true" else ():
             tasks.append(

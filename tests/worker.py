@@ -194,6 +194,12 @@ def count_symbolic_sizes(cfg):
     ShapeEnv.create_symbol = counting
 
 
+def count_replays_of_fresh_code(cfg):
+    """`count_replays`, of a run that compiles as the first one of its process does."""
+    torch._dynamo.reset()
+    count_replays(cfg)
+
+
 def fill_the_disk_of_rank_1(cfg):
     """From its second save on, rank 1 can write no file beyond a few bytes: the kernel's own limit."""
     import resource
