@@ -393,7 +393,7 @@ def test_a_checkpoint_from_before_has_no_distillation_token():
         model = schema.to_plain(before)["model"]
         del model["distilled"]
         saved = {"model": model, "classes": [], "optimizer": "adamw"}
-        check = functools.partial(checkpoint._check_same, saved, {}, {"optim": {}}, "step_00000003", run, sizes)
+        check = functools.partial(checkpoint._check_same, saved, {}, {}, "step_00000003", run, sizes, 16)
         if run is cfg:
             check()
         else:
