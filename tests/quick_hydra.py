@@ -1,10 +1,11 @@
-"""Hydra, which reads each file of a config once a process: a config takes a third of the time, and tests compose many.
+"""Hydra, which reads each file of a config once a process: tests compose many, each in a quarter of the time.
 
-Of 0.16 s for a config 0.1 s are for the same dozen YAML files again, parsed in Python, and their merging.
+Of 0.16 s for a config 0.12 s are for the same dozen YAML files again, parsed in Python, and their merging.
 """
 
 import copy
 import os
+import pickle
 from pathlib import Path
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -40,8 +41,8 @@ def install():
         files = [default.config_path and repo.load_config(default.config_path) for default in defaults]
         key = places(repo), repr(defaults), tuple(map(id, files))
         if key not in merged:
-            merged[key] = files, merge(self, defaults, repo)
-        return copy.deepcopy(merged[key][1])
+            merged[key] = files, pickle.dumps(merge(self, defaults, repo))  # a tenth of the time of a deepcopy
+        return pickle.loads(merged[key][1])
 
     ConfigRepository.load_config = load_once
     ConfigLoaderImpl._load_single_config = load_single_copied
