@@ -165,11 +165,11 @@ def test_activations_of_a_block():
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["optimizer.name=lamb"],
-        ["optimizer.state_dtype=bf16", "optimizer.betas=[0.9,0.95]"],
+        pytest.param(["optimizer.name=lamb"], marks=pytest.mark.slow),
+        pytest.param(["optimizer.state_dtype=bf16", "optimizer.betas=[0.9,0.95]"], marks=pytest.mark.slow),
         ["optimizer.name=muon", "optimizer.momentum=0.95"],
         ["data.mixup=0.8", "data.cutmix=1.0", "micro_batch_size=2", "global_batch_size=32", "model.drop_path_rate=0.1"],
-        ["compile=true"],
+        pytest.param(["compile=true"], marks=pytest.mark.slow),
     ],
     ids=lambda overrides: overrides[0],
 )

@@ -112,6 +112,7 @@ def test_a_second_live_run_is_refused_and_the_first_goes_on(tiny, tmp_path):
     assert run_command(["train_fsdp2.py", *tiny, "num_train_steps=2"]).returncode == 0
 
 
+@pytest.mark.slow
 def test_one_ranks_failure_ends_all_quickly_with_its_own_message(tiny, tmp_path):
     """Rank 0 alone finds that the folder for checkpoints is a file, before the process group is there."""
     (tmp_path / "file").write_text("not a folder")
