@@ -405,7 +405,7 @@ def test_what_needs_nothing_more_runs_as_it_is(run_launch, typed):
         (["model=vit_large_patch16_224"], True),
         (["model=micro"], False),
         (["model=vit_large_patch16_224", "--config-name", "L0_sanity"], False),
-        (["model=vit_large_patch16_224", "-cn=vit_base_patch16_224", "data=synthetic"], False),
+        (["model=vit_large_patch16_224", "-cn=vit_base_patch16_224", "data=synthetic", "cuda_graphs=false"], False),
     ],
 )
 def test_a_large_model_on_the_demos_config_is_said(run_launch, arguments, is_said):

@@ -6,8 +6,8 @@
 The arguments after --ranks are those of the entrypoint, whose own checks and whose own `main` run, as rank 0 of N: a
 batch that does not divide or a data path that is not there is the same line as in the launch. Tensors have shapes but
 no storage (FakeTensorMode), collectives go nowhere (torch's process group "fake"), one step is taken, and nothing is
-written. The blocks run uncompiled. It uses no GPU, so it refuses what needs one (model.transformer_engine, cuda_graphs:
-set them to false) and Megatron-FSDP.
+written. The blocks run uncompiled, and a config's cuda_graphs=true is passed over. It uses no GPU, so it refuses what
+needs one (model.transformer_engine: set it to false) and Megatron-FSDP.
 """
 
 import collections
@@ -361,7 +361,8 @@ def main() -> None:
     # The launch's, of its first rank; no card, so that the answer is the same on every machine.
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(args.ranks), "CUDA_VISIBLE_DEVICES": ""}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    sys.argv = [f"{script}.py", *arguments]
+    without_graphs = [] if any(word.startswith("cuda_graphs=") for word in arguments) else ["cuda_graphs=false"]
+    sys.argv = [f"{script}.py", *arguments, *without_graphs]
 
     def try_out(cfg: Config) -> dict[str, float]:
         for trial in dry_run(cfg, script, args.ranks):
