@@ -57,6 +57,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "memory": STRATEGIES,
     "odd_files": ("input_pipeline/decode.py",),
     "options": ("schema.py", "launch.py"),
+    "packing": ("packing.py", "vit.py", "imagenet_dataset.py"),
     "peers": (*STRATEGIES, "runtime/cuda_graphs.py", "tools/peers.py"),
     "preemption": (*STOPPING, "tools/preemption_matrix.py"),
     "profile": STRATEGIES,
