@@ -296,7 +296,9 @@ def told(monkeypatch, capsys, *arguments):
 
 
 def test_program(monkeypatch, capsys):
-    code, said = told(monkeypatch, capsys, "vit_base_patch16_224", "--gpus", "8,64", "optimizer.lr=2e-3", "cuda_graphs=false")
+    code, said = told(
+        monkeypatch, capsys, "vit_base_patch16_224", "--gpus", "8,64", "optimizer.lr=2e-3", "cuda_graphs=false"
+    )
     assert code == 0
     assert "86,567,656 parameters" in said.out
     assert "8 x H200: 375,341 steps of 1024 images, compiled blocks, 4.05e+19 FLOP" in said.out

@@ -493,7 +493,9 @@ def show(args: Any, gpus: int) -> None:
         mark, times = "*" if way is fastest else " ", f"{speed:10,.0f} images/s {hours:9.1f} h {way.peak:6.1f} GiB"
         print(f"{mark} {script:<12} {way.step * 1e3:9.1f} ms {times}")
         parts = f"compute {way.compute * 1e3:.0f}, host {way.host * 1e3:.0f}, collectives {way.network * 1e3:.0f}"
-        hint = ": the host sets the pace, try cuda_graphs=true" if way.host > way.compute and not cfg.cuda_graphs else ""
+        hint = (
+            ": the host sets the pace, try cuda_graphs=true" if way.host > way.compute and not cfg.cuda_graphs else ""
+        )
         print(f"      ms: {parts}{hint}")
         print(f"      GiB: {', '.join(f'{name} {size:.1f}' for name, size in way.memory.items())}")
         print(f"      {' '.join(settings_of(way, cfg)) or 'as the config has it'}")
