@@ -12,6 +12,7 @@ before ended (`RunSizes.samples_at`).
 """
 
 import functools
+import gc
 import logging
 import math
 import os
@@ -428,6 +429,10 @@ class Loader(DataLoader):
     def __init__(
         self, dataset: Dataset, sampler: Sampler, cfg: Config, *, collate: Callable = _collate, pin_memory: bool = True
     ) -> None:
+        if cfg.data.num_workers:
+            # A forked worker would destroy the garbage that it inherits, and with a process group or a wrapped model of
+            # before (a stage, a test) threads that it has not: seen to end in a segmentation fault.
+            gc.collect()
         super().__init__(
             dataset,
             batch_sampler=sampler,

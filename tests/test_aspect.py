@@ -67,6 +67,7 @@ def padding_of(sizes, *overrides, is_train=True):
             "output_dir=unused",
             "data.packing.enabled=true",
             "data.interpolation=bilinear",
+            "cuda_graphs=false",
             *overrides,
         ],
     )
