@@ -256,6 +256,7 @@ KEYS = ("train/loss", "train/grad_norm", "train/padding_fraction", "val/loss", "
 
 
 @pytest.mark.parametrize("name", ["train_fsdp2-1", "train_ddp-2", "train_fsdp2-2", "micro-1", "micro-2"])
+@pytest.mark.slow
 def test_runs_are_that_of_one_process(runs, name):
     for key in KEYS:
         want = column(runs, "train_ddp-1", key)
@@ -266,17 +267,20 @@ def test_runs_are_that_of_one_process(runs, name):
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_last_digit(runs, nproc):
     for key in (*KEYS, "val/ema_loss"):
         assert column(runs, f"stopped-{nproc}", key) == column(runs, f"straight-{nproc}", key)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.slow
 def test_recomputation_changes_nothing(runs, nproc):
     assert column(runs, f"recompute-{nproc}", "train/loss") == column(runs, f"train_ddp-{nproc}", "train/loss")
 
 
 @pytest.mark.parametrize("model", ["checkpoints", "checkpoints/final_model"])
+@pytest.mark.slow
 def test_the_exports_evaluation_is_the_runs(runs, image_folder, model, tmp_path):
     """Images in their own aspect ratio, by timm's model, one size after the other."""
     output = tmp_path / "scores.json"
@@ -287,6 +291,7 @@ def test_the_exports_evaluation_is_the_runs(runs, image_folder, model, tmp_path)
         assert found[key] == pytest.approx(column(runs, "train_ddp-1", f"val/{key}")[-1])
 
 
+@pytest.mark.slow
 def test_the_exports_logits_are_those_of_rows(runs, image_folder):
     timms, config = infer.load_model(runs / "train_ddp-1/checkpoints/final_model")
     cfg = tiny_config(*PACKED, f"data.path={image_folder}")

@@ -116,6 +116,7 @@ def _of_one_size(folder):
 
 
 @pytest.mark.parametrize("kind", [*CPU_SCRIPTS, "mixed"])
+@pytest.mark.slow
 def test_stops_before_at_and_after_a_border_change_no_digit(runs, kind):
     _, folder = runs(2)
     straight = read_metrics(folder / f"straight-{kind if kind in CPU_SCRIPTS else 'train_ddp'}")
@@ -135,6 +136,7 @@ def test_stops_before_at_and_after_a_border_change_no_digit(runs, kind):
     }  # counted from the last border on
 
 
+@pytest.mark.slow
 def test_both_strategies_are_the_same(runs):
     _, folder = runs(2)
     ddp, fsdp2 = (column(folder, f"straight-{script}", "train/loss") for script in CPU_SCRIPTS)
@@ -142,6 +144,7 @@ def test_both_strategies_are_the_same(runs):
 
 
 @pytest.mark.parametrize("name", [*(f"straight-{script}" for script in CPU_SCRIPTS), "until-4"])
+@pytest.mark.slow
 def test_another_world_size_is_the_same_to_1e_6(runs, name):
     expected, got = (read_metrics(runs(n)[1] / there) for n, there in ((2, "straight-train_ddp"), (1, name)))
     for step in range(5, 13):
@@ -150,6 +153,7 @@ def test_another_world_size_is_the_same_to_1e_6(runs, name):
                 assert got[step][key] == pytest.approx(expected[step][key], rel=0, abs=1e-6), (step, key)
 
 
+@pytest.mark.slow
 def test_the_evaluation_of_a_border_that_was_broken_off_is_made_up_for_at_the_old_size(runs):
     outcomes, folder = runs(2)
     assert outcomes["stopped"][0]["metrics"]["saved"] == {"4": True}
@@ -160,6 +164,7 @@ def test_the_evaluation_of_a_border_that_was_broken_off_is_made_up_for_at_the_ol
     assert [got[step]["train/loss"] for step in range(1, 13)] == column(folder, "straight-train_ddp", "train/loss")
 
 
+@pytest.mark.slow
 def test_samples_and_epochs_go_on_where_the_steps_before_ended(runs):
     _, folder = runs(2)
     epochs = column(folder, "straight-train_ddp", "train/epoch")
@@ -171,6 +176,7 @@ def test_samples_and_epochs_go_on_where_the_steps_before_ended(runs):
     assert images == [23] * 6
 
 
+@pytest.mark.slow
 def test_mfu_knows_the_size_and_goodput_counts_a_border_once(runs):
     _, folder = runs(2)
     for step, cfg in zip((3, 7, 11), tiny_config(*WHOLE).stages(), strict=True):
@@ -185,6 +191,7 @@ def test_mfu_knows_the_size_and_goodput_counts_a_border_once(runs):
     assert goodput["seconds"]["lost"] == goodput["seconds"]["stopped"] == 0
 
 
+@pytest.mark.slow
 def test_the_final_model_has_the_last_size(runs):
     _, folder = runs(2)
     assert weights(folder, "straight-train_ddp")["pos_embed"].shape == (1, 2 + 2 * 3, 24)
@@ -198,6 +205,7 @@ def test_the_final_model_has_the_last_size(runs):
 # Against something else
 
 
+@pytest.mark.slow
 def test_two_sizes_are_two_runs_of_which_the_second_starts_from_the_weights_of_the_first(runs):
     _, folder = runs(2)
     both = column(folder, "both", "train/loss")
@@ -209,6 +217,7 @@ def test_two_sizes_are_two_runs_of_which_the_second_starts_from_the_weights_of_t
 
 
 @pytest.mark.parametrize("name", ["timm", "muon", "sincos", "tp", "resident"])
+@pytest.mark.slow
 def test_these_go_on_over_a_border(runs, name):
     _, folder = runs(2)
     assert len(column(folder, name, "train/loss")) == 6
