@@ -1242,18 +1242,15 @@ class Config:
                     f"{key}, epoch {change.epoch:g}: num_warmup_epochs={change.num_warmup_epochs:g} without lr, whose "
                     "warmup it would be: give lr, or leave it out"
                 )
+        rel_pos, teacher = self.model.rel_pos_type, self.distillation.kind
         for given, is_refused, fix in (
             ("checkpoint.ckpt_dir=null", self.checkpoint.ckpt_dir is None, "give it a folder: a size ends with a save"),
             ("model.transformer_engine=true", self.model.transformer_engine, "set it to false; not seen to work"),
-            (
-                f"model.rel_pos_type={self.model.rel_pos_type}",
-                self.model.rel_pos_type is not None,
-                "set null; likewise",
-            ),
-            (f"distillation.kind={self.distillation.kind}", self.distillation.kind != "none", "set none; likewise"),
+            (f"model.rel_pos_type={rel_pos}", rel_pos is not None, "set null; not seen to work"),
+            (f"distillation.kind={teacher}", teacher != "none", "set none; not seen to work"),
         ):
             if is_refused:
-                raise ConfigError(f"{given} with {key}: {fix.replace('likewise', 'not seen to work')}, or {key}=null")
+                raise ConfigError(f"{given} with {key}: {fix}, or {key}=null")
         try:
             self.stages()
         except ValidationError as error:

@@ -90,7 +90,7 @@ def build(cfg: Config, session: Session, sizes: RunSizes) -> Run:
     # Moments and averages learn where they lie, too.
     preprocess_state_dict_for_uneven_dtensor({**state.tensors(), "model": {}})
     teacher = build_teacher(cfg, sizes, device, mesh["dp_shard"])
-    return Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image(), teacher)
+    return Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image(cfg.patches_per_image()), teacher)
 
 
 if __name__ == "__main__":

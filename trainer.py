@@ -105,8 +105,9 @@ def train(build: Callable[[Config, Session, RunSizes], Run], cfg: Config, sessio
         NonFiniteError: on all ranks together, at the next log step or save after it happened.
         RunError: on all ranks together: a checkpoint could not be written.
     """
-    stages = list(zip(cfg.stages(), stage_sizes(cfg, session.world_size), strict=False))
-    if absent := len(cfg.stages()) - len(stages):
+    configs = cfg.stages()
+    stages = list(zip(configs, stage_sizes(cfg, session.world_size), strict=False))
+    if absent := len(configs) - len(stages):
         logger.warning("data.size_schedule: the run ends before its last %d entries", absent)
     if len(stages) > 1:
         step, is_unscored = checkpoint.progress_of(cfg, session)

@@ -704,9 +704,8 @@ def _initialize(
     but its trunc_normal_, and torch 2.11's (2.14.1's not), put one value in twenty million just there: normal_ here.
     """
     for name, tensor in tensors:
-        if isinstance(module, nn.LayerNorm | nn.RMSNorm | RmsNorm) or name.startswith(
-            "layer_norm_"
-        ):  # or part of a fused layer
+        in_fused_layer = name.startswith("layer_norm_")
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm | RmsNorm) or in_fused_layer:
             tensor.fill_(1.0 if name.endswith("weight") else 0.0)
         elif isinstance(module, TimmLayerScale):
             tensor.fill_(module.init_values)

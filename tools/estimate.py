@@ -359,8 +359,10 @@ def ways(
             if why := refusal(tried, script, gpus, typed):
                 refused = why
             else:
-                found.append(estimate(tried, script, gpus, shape, network=network))
-                found[-1].settings.update({"cuda_graphs": False} if without_graphs else {})
+                way = estimate(tried, script, gpus, shape, network=network)
+                if without_graphs:
+                    way.settings["cuda_graphs"] = False
+                found.append(way)
         fitting = [way for way in found if way.peak <= room]
         why_not = f"does not fit {room:.0f} GiB" if found else refused
         best[script] = min(fitting, key=_seconds) if fitting else why_not
