@@ -441,6 +441,26 @@ REFUSED = {
         "data.packing.enabled=true model.rope_type=cat",
         "model.rope_type=cat with data.packing.enabled=true",
     ),
+    "packing and other blocks": (
+        "data.packing.enabled=true model.block_fn=ParallelThingsBlock",
+        "model.block_fn=ParallelThingsBlock with data.packing.enabled=true",
+        "set model.block_fn=Block",
+    ),
+    "packing and differential attention": (
+        "data.packing.enabled=true model.attn_layer=diff model.num_heads=2",
+        "model.attn_layer=diff with data.packing.enabled=true",
+        "set model.attn_layer=attn",
+    ),
+    "packing and relative positions": (
+        "data.packing.enabled=true model.rel_pos_type=bias model.pos_embed=none",
+        "model.rel_pos_type=bias with data.packing.enabled=true",
+        "set model.rel_pos_type=null",
+    ),
+    "packing and several sizes": (
+        "data.packing.enabled=true data.size_schedule=[{epoch:1,img_size:24}]",
+        "data.size_schedule=given with data.packing.enabled=true",
+        "set data.size_schedule=null",
+    ),
     "packing and two heads": (
         "data.packing.enabled=true model.distilled=true model.class_token=true model.global_pool=token",
         "model.distilled=true with data.packing.enabled=true",

@@ -387,6 +387,10 @@ REFUSED = {  # overrides -> what the one line says
         f"{SCHEDULE} model.transformer_engine=true model.act_layer=gelu_tanh precision=bf16",
         "model.transformer_engine=true with data.size_schedule: set it to false; not seen to work",
     ),
+    "relative positions": (
+        f"{SCHEDULE} model.rel_pos_type=bias model.pos_embed=none",
+        "model.rel_pos_type=bias with data.size_schedule: set null; not seen to work",
+    ),
 }  # fmt: skip
 
 
