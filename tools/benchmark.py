@@ -281,8 +281,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         batch, _, depth = rest.partition(":")
         batch, depth = int(batch or SIZES[name]), int(depth) if depth else None
         flops = peers.flops_per_step(name, batch, depth)
+        is_first = name not in [row["model"] for row in rows]
         for variant in variants:
-            row = peers.in_own_process(peers.measure, name, batch, depth, variant, args.script, args.steps)
+            row = peers.in_own_process(peers.measure, name, batch, depth, variant, args.script, args.steps, is_first)
             if "error" in row:
                 row = {"model": name, "batch": batch, "variant": variant} | row
             else:

@@ -95,11 +95,17 @@ def gemm_rate() -> float:
     return 2 * 8192**3 * 20 / (start.elapsed_time(end) / 1e3) / 1e12
 
 
-def measure(size: str, batch: int, depth: int | None, variant: str, script: str, steps: int) -> dict[str, Any]:
-    """One row: errors of logits and gradients, then the step at `batch` images and at HOST_BATCH."""
+def measure(
+    size: str, batch: int, depth: int | None, variant: str, script: str, steps: int, is_first: bool
+) -> dict[str, Any]:
+    """One row: the step at `batch` images.
+
+    The first of a size has the errors of logits and gradients, too, and the step at HOST_BATCH, which the others, the
+    points of a curve, would repeat.
+    """
     row: dict[str, Any] = {"model": size, "batch": batch, "variant": variant}
     row |= {} if depth is None else {"depth": depth}
-    row |= gradient_errors(size, variant)
+    row |= gradient_errors(size, variant) if is_first else {}
     free_memory()
 
     def time_step(batch: int) -> dict[str, Any]:
@@ -108,6 +114,8 @@ def measure(size: str, batch: int, depth: int | None, variant: str, script: str,
         return time_loop(size, batch, depth, PEERS[variant], steps)
 
     row |= time_step(batch)
+    if not is_first:
+        return row
     free_memory()
     # FP8's products take rows, images x tokens, by 16, which bare layers do not fill up.
     few = 16 if PEERS.get(variant, {}).get("recipe") else HOST_BATCH
