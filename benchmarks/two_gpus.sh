@@ -19,20 +19,31 @@ run_tests() {
     echo "$name: code $code $(grep -E '^=+ .*(passed|failed|error)' "$files/$name.log" | tail -1)" | tee -a "$files/summary.txt"
 }
 
-# train NAME SECONDS SCRIPTS OVERRIDES: benchmark.py train on both GPUs
-train() {
-    local name=$1 limit=$2 scripts=$3
+# strategies NAME SECONDS GPUS ARGUMENTS: benchmark.py strategies on as many GPUs, rows as they come
+strategies() {
+    local name=$1 limit=$2 gpus=$3
     shift 3
-    timeout -k 10 "$limit" python tools/benchmark.py train --scripts $scripts --nproc 2 --warmup 20 --timeout "$limit" \
-        --output "$files/$name.json" -- "$@" $short >"$files/$name.log" 2>&1
-    echo "$name: code $?" | tee -a "$files/summary.txt"
-    grep '^{' "$files/$name.log" | tee -a "$files/summary.txt"
+    timeout -k 10 "$limit" torchrun --standalone --nproc-per-node "$gpus" tools/benchmark.py strategies --steps 10 \
+        --output "$files/$name.json" "$@" >"$files/$name.log" 2>&1
+    echo "$name: code $?, $(grep -c '^{' "$files/$name.log") rows" | tee -a "$files/summary.txt"
 }
 
-short="data=synthetic num_epochs=null lr_scheduler.num_warmup_epochs=null lr_scheduler.num_warmup_steps=10 logger.frequency=10"
-short+=" evaluation.every_n_steps=null evaluation.every_n_epochs=null"
-short+=" checkpoint.save_every_n_steps=null checkpoint.save_every_n_epochs=null"
-all="train_ddp train_fsdp2 train_mfsdp"
+# until_line LOG PATTERN SECONDS COMMAND: start it, and kill it when its log has the line; at its end it would save again
+until_line() {
+    local log=$1 pattern=$2 limit=$3 began=$SECONDS
+    shift 3
+    setsid "$@" >"$log" 2>&1 &
+    local process=$!
+    until grep -qE "$pattern" "$log" || ((SECONDS - began > limit)) || ! kill -0 $process 2>/dev/null; do sleep 0.2; done
+    kill -9 -- -$process 2>/dev/null
+    for of in /proc/[0-9]*; do # ranks, which have sessions of their own
+        grep -qs train_fsdp2 "$of/cmdline" && kill -9 "${of#/proc/}" 2>/dev/null
+    done
+    wait $process 2>/dev/null
+    grep -qE "$pattern" "$log"
+    echo "$(basename "$log"): code $? after $((SECONDS - began)) s" | tee -a "$files/summary.txt"
+}
+
 case $part in
 right) # gradients, resumes over GPU counts, replicas, tensor parallelism over NCCL
     run_tests tensor_parallel 180 tests/test_tensor_parallel.py -m gpu
@@ -41,16 +52,32 @@ right) # gradients, resumes over GPU counts, replicas, tensor parallelism over N
 graphs) # the same digits with and without, and FP8's grid
     run_tests cuda_graphs 420 tests/test_cuda_graphs.py -m multi_gpu
     ;;
-fast) # against twice one GPU: the same lines with --nproc 1 are in benchmarks/levers_h200x1.log
-    for graphs in true false; do
-        train "l16_128_fp8_$graphs" 130 "$all" --config-name vit_te_large_patch16_224 fp8_config.enabled=true \
-            global_batch_size=256 num_train_steps=60 cuda_graphs=$graphs
-        train "l16_128_bf16_$graphs" 130 "$all" --config-name vit_te_large_patch16_224 \
-            global_batch_size=256 num_train_steps=60 cuda_graphs=$graphs
+fast) # two GPUs, then each alone, which is what twice one GPU would be
+    strategies two_compiled 60 2 --sizes large_patch16:128 --variants compiled
+    sizes="large_patch16:128 large_patch16:256 huge_patch14:64 base_patch16:512"
+    strategies two_te 240 2 --sizes $sizes --variants "BF16|delayed"
+    for gpu in 0 1; do
+        [ $gpu = 0 ] && mine="large_patch16:128 large_patch16:256" || mine="huge_patch14:64 base_patch16:512"
+        CUDA_VISIBLE_DEVICES=$gpu strategies one_te_$gpu 90 1 --sizes $mine --variants "BF16|delayed" --scripts train_ddp &
     done
+    wait
+    CUDA_VISIBLE_DEVICES=0 strategies one_compiled 60 1 --sizes large_patch16:128 --variants compiled --scripts train_ddp
     ;;
-large) # 10 billion parameters: 30 steps
-    train 10b 400 train_fsdp2 --config-name vit_10b_patch14_224 global_batch_size=64 num_train_steps=30 logger.frequency=3
+large) # 10 billion parameters: 30 steps with a save in step 20, then step 20 to 30 again in a fresh process
+    run="torchrun --standalone --nproc-per-node 2 train_fsdp2.py --config-name vit_10b_patch14_224 global_batch_size=128"
+    run+=" num_epochs=null num_train_steps=40 lr_scheduler.num_warmup_epochs=null lr_scheduler.num_warmup_steps=10"
+    run+=" evaluation.every_n_steps=null evaluation.every_n_epochs=null data.num_workers=12 logger.frequency=1"
+    run+=" checkpoint.save_every_n_epochs=null checkpoint.save_every_n_steps=20 checkpoint.save_final_model=false"
+    data="data=synthetic"
+    [ -n "${DATA:-}" ] && data="data.path=$DATA model.num_classes=10"
+    place=/tmp
+    [ "$(df --output=avail -BG /dev/shm | tr -dc 0-9)" -gt 90 ] && place=/dev/shm # 75 GiB, faster than a disk
+    df -h /dev/shm /tmp >"$files/places.txt"
+    run+=" $data checkpoint.ckpt_dir=$place/10b"
+    until_line "$files/straight.log" "step 30/" 330 $run output_dir=/tmp/10b_straight
+    until_line "$files/resumed.log" "step 30/" 200 $run output_dir=/tmp/10b_resumed
+    for which in straight resumed; do cp /tmp/10b_$which/metrics.jsonl "$files/$which.jsonl"; done
+    rm -rf $place/10b
     ;;
 *)
     echo "error: part=$part: give right, graphs, fast or large" >&2

@@ -94,6 +94,7 @@ def test_a_rank_that_torchrun_left_behind_is_ended(tmp_path, monkeypatch):
     ("arguments", "key"),
     [
         (["compare"], "compare needs a CUDA GPU"),
+        (["strategies"], "strategies needs a CUDA GPU"),
         (["profile", "--script", "train_ddp"], "profile needs a CUDA GPU"),
         (["train"], "--scripts train_mfsdp needs a CUDA GPU"),
         (["save"], "--scripts train_mfsdp needs a CUDA GPU"),

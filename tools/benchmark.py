@@ -6,6 +6,7 @@
     python tools/benchmark.py start --nproc 8 --output benchmarks/h100x8_start.json -- \
         --config-name vit_base_patch16_224 data=synthetic compile=true
     python tools/benchmark.py compare --output benchmarks/compare_h200.json
+    torchrun --standalone --nproc-per-node 2 tools/benchmark.py strategies --output benchmarks/strategies_h200x2.json
     torchrun --standalone --nproc-per-node 2 tools/benchmark.py profile --script train_fsdp2 --output p.json -- \
         --config-name vit_te_large_patch16_224 data=synthetic num_epochs=null num_train_steps=30
     python tools/benchmark.py plot benchmarks/curve_*.json --output benchmarks/curves.png
@@ -16,6 +17,7 @@ their metrics.jsonl: the whole loss curve, and the median of speed, MFU and memo
 last, twice: with empty caches of torch.compile and Triton, and with those that the first start filled.
 `compare` times one GPU's whole step of an entrypoint of ours and of its peers (timm, Hugging Face, torchvision, bare
 TransformerEngine, DeepSpeed), each after its gradients were compared with float32 timm's: a table and a picture.
+`strategies` times whole steps of the three entrypoints in one start, for each of several models and blocks.
 `save` times how long saves hold up the training, synchronous and asynchronous ones, as a run's log tells it.
 `loader` measures reading images: images a second and CPU core for each way of decoding, beside torchvision's
 ImageFolder with Pillow and NVIDIA's DALI where it is installed; then images a second that arrive on the device.
@@ -296,6 +298,32 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             peers.draw(rows, str(args.output.with_suffix(".png")))
     rates.append(peers.in_own_process(peers.gemm_rate))  # a card that warmed up is slower
     return {"gemm_tflops": [round(rate, 1) for rate in rates], "rows": rows}
+
+
+def strategies(args: argparse.Namespace) -> dict[str, Any]:
+    """Rows of ours by model, block and entrypoint, one after the other in the processes that torchrun started."""
+    import peers
+
+    meta, rate, rows = provenance(), peers.gemm_rate(int(os.environ.get("LOCAL_RANK", "0"))), []
+    ranks, is_main = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+    variants = [name for name in peers.OURS if re.search(args.variants, name)]
+    for size, variant, script in itertools.product(args.sizes, variants, args.scripts):
+        name, _, batch = size.partition(":")
+        images = int(batch or SIZES[name])
+        folder = args.output.absolute().with_suffix(".run")
+        row: dict[str, Any] = {"model": name, "images_a_gpu": images, "gpus": ranks, "variant": variant}
+        row |= {"script": script}
+        row |= peers.time_entrypoint(name, images, None, variant, script, args.steps, folder, ranks)
+        rows.append(row)
+        peers.free_memory()
+        if is_main:
+            flops = peers.flops_per_step(name, images, None)
+            row["share_of_gemm"] = round(flops / row["step_time_s"] / 1e12 / rate, 3)
+            print(json.dumps(row), flush=True)
+            # What there is so far, should the next one fail.
+            write(args.output, {"gemm_tflops": round(rate, 1), "rows": rows}, meta)
+            shutil.rmtree(folder)
+    return {"gemm_tflops": round(rate, 1), "rows": rows}
 
 
 class Clocked:
@@ -617,7 +645,7 @@ def check_device(args: argparse.Namespace) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # another way to look would keep CUDA from this process's forks
     if torch.cuda.is_available():
         return
-    if args.what in ("compare", "profile"):
+    if args.what in ("compare", "strategies", "profile"):
         exit_with(f"{args.what} needs a CUDA GPU, and torch sees none: run it on a machine with one")
     if "train_mfsdp" in getattr(args, "scripts", ()):
         exit_with("--scripts train_mfsdp needs a CUDA GPU, and torch sees none: give --scripts train_ddp train_fsdp2")
@@ -655,6 +683,12 @@ def main() -> None:
     sub.add_argument("--script", default="train_ddp", help="the entrypoint that ours runs")
     sub.add_argument("--steps", type=int, default=15, help="that count, a row")
     sub.add_argument("--output", type=Path, required=True)
+    sub = commands.add_parser("strategies", help="ours by model, block and entrypoint, on the GPUs torchrun gives it")
+    sub.add_argument("--sizes", nargs="+", default=list(SIZES), help="MODEL[:BATCH], of each GPU")
+    sub.add_argument("--variants", default=".", help="a regular expression over the names of ours (tools/peers.py)")
+    sub.add_argument("--scripts", nargs="+", default=["train_ddp", "train_fsdp2", "train_mfsdp"])
+    sub.add_argument("--steps", type=int, default=15, help="that count, a row")
+    sub.add_argument("--output", type=Path, required=True)
     sub = commands.add_parser("loader", help="how fast images are read")
     sub.add_argument("--files", type=Path, required=True, help="a folder of JPEGs")
     sub.add_argument("--repeat", type=int, default=100, help="times that each file stands in the training set")
@@ -679,7 +713,8 @@ def main() -> None:
     if args.what == "plot":
         plot(args)
         return
-    measures = {"train": train, "save": save, "start": start, "compare": compare, "loader": loader, "profile": profile}
+    measures = {"train": train, "save": save, "start": start, "compare": compare, "strategies": strategies}
+    measures |= {"loader": loader, "profile": profile}
     results = measures[args.what](args)
     if int(os.environ.get("RANK", "0")) == 0:
         write(args.output, results)

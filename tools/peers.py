@@ -81,8 +81,9 @@ def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:
         process.join()
 
 
-def gemm_rate() -> float:
+def gemm_rate(gpu: int = 0) -> float:
     """TFLOP/s of an 8192-cubed BF16 matrix product on random data: what this very card can do."""
+    torch.cuda.set_device(gpu)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
         torch.matmul(a, b)
@@ -110,7 +111,8 @@ def measure(
 
     def time_step(batch: int) -> dict[str, Any]:
         if variant in OURS:
-            return time_entrypoint(size, batch, depth, OURS[variant], script, steps)
+            with tempfile.TemporaryDirectory() as folder:
+                return time_entrypoint(size, batch, depth, variant, script, steps, Path(folder))
         return time_loop(size, batch, depth, PEERS[variant], steps)
 
     row |= time_step(batch)
@@ -125,19 +127,23 @@ def measure(
 
 def config(size: str, depth: int | None, *overrides: str, script: str = "train_ddp") -> schema.Config:
     """The recipe's own ViT-B/16 config with another model, and nothing to write but metrics."""
+    workers = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 4)
     base = [f"model=vit_{size}_224", "model.act_layer=gelu_tanh", "data=synthetic", "num_epochs=null"]
     base += ["num_train_steps=1", "lr_scheduler.num_warmup_epochs=null", "lr_scheduler.num_warmup_steps=5"]
     base += [f"evaluation.every_n_{unit}=null" for unit in ("steps", "epochs")]
     base += [f"checkpoint.save_every_n_{unit}=null" for unit in ("steps", "epochs")]
-    base += ["checkpoint.ckpt_dir=null", f"data.num_workers={max(1, len(os.sched_getaffinity(0)) - 4)}"]
+    base += ["checkpoint.ckpt_dir=null", f"data.num_workers={workers}"]
     base += [] if depth is None else [f"model.depth={depth}"]
     return launch.load_config("vit_base_patch16_224", [*base, *overrides], script=script)
 
 
 def time_entrypoint(
-    size: str, batch: int, depth: int | None, options: tuple[str, ...], script: str, steps: int
+    size: str, batch: int, depth: int | None, variant: str, script: str, steps: int, folder: Path, ranks: int = 1
 ) -> dict[str, Any]:
-    """Run `script`'s main and read its metrics: the better of its last two log lines."""
+    """Run `script`'s main, with `batch` images a rank, and read its metrics: the better of its last two log lines.
+
+    `folder` is the run's; of several ranks the first has something to tell, the others return nothing.
+    """
     main, began, first_step_s = importlib.import_module(script).main, time.perf_counter(), []
 
     class FirstStep(logging.Handler):
@@ -146,19 +152,22 @@ def time_entrypoint(
                 first_step_s.append(time.perf_counter() - began)
 
     handler = FirstStep()
-    with tempfile.TemporaryDirectory() as folder:
-        length = [f"global_batch_size={batch}", f"num_train_steps={3 * steps}", f"logger.frequency={steps}"]
-        logging.getLogger().addHandler(handler)
-        cfg = config(size, depth, *options, *length, f"output_dir={folder}", script=script)
-        launch.check_script(cfg, script, 1)
-        main(cfg)
-        logging.getLogger().removeHandler(handler)
-        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    torch._dynamo.reset()  # or the tenth model of a process would no longer be compiled
+    torch.cuda.reset_peak_memory_stats()
+    length = [f"global_batch_size={batch * ranks}", f"num_train_steps={3 * steps}", f"logger.frequency={steps}"]
+    cfg = config(size, depth, *OURS[variant], *length, f"output_dir={folder}", script=script)
+    launch.check_script(cfg, script, ranks)
+    logging.getLogger().addHandler(handler)
+    main(cfg)
+    logging.getLogger().removeHandler(handler)
+    if os.environ.get("RANK", "0") != "0":
+        return {}
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = [row for row in rows if "train/step_time_s" in row]
     seconds = min(line["train/step_time_s"] for line in lines[-2:])
     return {
         "step_time_s": round(seconds, 5),
-        "images_per_second": round(batch / seconds, 1),
+        "images_per_second": round(ranks * batch / seconds, 1),
         "peak_gib": round(lines[-1]["train/memory_peak_gib"], 2),
         "first_step_s": round(first_step_s[0], 1) if first_step_s else None,
     }
