@@ -53,12 +53,14 @@ graphs) # the same digits with and without, and FP8's grid
     run_tests cuda_graphs 420 tests/test_cuda_graphs.py -m multi_gpu
     ;;
 fast) # two GPUs, then each alone, which is what twice one GPU would be
-    strategies two_compiled 60 2 --sizes large_patch16:128 --variants compiled
+    strategies two_compiled 90 2 --sizes large_patch16:128 --variants compiled
     sizes="large_patch16:128 large_patch16:256 huge_patch14:64 base_patch16:512"
-    strategies two_te 240 2 --sizes $sizes --variants "BF16|delayed"
+    strategies two_te 300 2 --sizes $sizes --variants "BF16|delayed"
+    half=$(($(nproc) / 2)) # of the cores for each: loaders of two runs on all of them keep both runs from their cores
     for gpu in 0 1; do
         [ $gpu = 0 ] && mine="large_patch16:128 large_patch16:256" || mine="huge_patch14:64 base_patch16:512"
-        CUDA_VISIBLE_DEVICES=$gpu strategies one_te_$gpu 90 1 --sizes $mine --variants "BF16|delayed" --scripts train_ddp &
+        CUDA_VISIBLE_DEVICES=$gpu taskset -cp $((gpu * half))-$((gpu * half + half - 1)) $BASHPID >/dev/null &&
+            CUDA_VISIBLE_DEVICES=$gpu strategies one_te_$gpu 90 1 --sizes $mine --variants "BF16|delayed" --scripts train_ddp &
     done
     wait
     CUDA_VISIBLE_DEVICES=0 strategies one_compiled 60 1 --sizes large_patch16:128 --variants compiled --scripts train_ddp

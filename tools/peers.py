@@ -164,6 +164,8 @@ def time_entrypoint(
         return {}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = [row for row in rows if "train/step_time_s" in row]
+    if not lines or lines[-1]["step"] != 3 * steps:
+        raise RuntimeError(f"{script} was stopped before step {3 * steps}")
     seconds = min(line["train/step_time_s"] for line in lines[-2:])
     return {
         "step_time_s": round(seconds, 5),
