@@ -34,8 +34,8 @@ def build_teacher(cfg: Config, sizes: RunSizes, device: torch.device, mesh: Devi
     if cfg.distillation.kind == "none":
         return None
     # Each rank reads the whole model into host memory, a sharded one too, of which it then keeps its part.
-    model = raise_on_all_ranks(functools.partial(_read, cfg), error=ConfigError)
-    teacher = Teacher(model, cfg, _order(model, cfg, sizes), device)
+    model = raise_on_all_ranks(functools.partial(read_model, cfg), error=ConfigError)
+    teacher = Teacher(model, cfg, order_of(model, cfg, sizes), device)
     if cfg.distillation.shard_teacher:
         options = {"mesh": mesh, "reshard_after_forward": True}
         for unit in _units(model):
@@ -53,7 +53,12 @@ def build_teacher(cfg: Config, sizes: RunSizes, device: torch.device, mesh: Devi
     return teacher
 
 
-def _read(cfg: Config) -> TimmModel:
+def read_model(cfg: Config) -> TimmModel:
+    """The config's teacher in host memory, frozen, in evaluation mode.
+
+    Raises:
+        ConfigError: there is no such model, or it has other classes or channels.
+    """
     source = cfg.distillation.teacher
     assert source is not None  # schema.py sees to it
     try:
@@ -72,8 +77,12 @@ def _read(cfg: Config) -> TimmModel:
     return model.requires_grad_(False)
 
 
-def _order(model: TimmModel, cfg: Config, sizes: RunSizes) -> list[int] | None:
-    """The teacher's output of each of the student's; None where they are the same, or one knows no names."""
+def order_of(model: TimmModel, cfg: Config, sizes: RunSizes) -> list[int] | None:
+    """The teacher's output of each of the student's; None where they are the same, or one knows no names.
+
+    Raises:
+        ConfigError: the teacher does not know one of the student's classes.
+    """
     names, classes = tuple(model.pretrained_cfg.get("label_names") or ()), sizes.classes
     if not names or not classes or names == classes:
         return None

@@ -1,6 +1,6 @@
 """The loop of timm's own parts: the rates, the loss and the images are the entrypoints', the result is whole.
 
-References: optim.lr_at, trainer.loss_of, and the entrypoints' own loaders.
+References: optim.lr_at, trainer.objective, the entrypoints' own teacher and loaders.
 """
 
 import launch
@@ -15,13 +15,19 @@ import torch
 import torch.nn.functional as F
 from conftest import TINY, loaders_of, make_images, rate_at
 from PIL import Image
+from weight_files import write_teacher
 
 import compare
+import distillation
 import imagenet_dataset
 import trainer
 import vit
 from optim import param_groups
 
+DISTILLED = ["model.global_pool=token", "model.class_token=true", "model.distilled=true"]
+HARD = [*DISTILLED, "distillation.kind=hard"]
+TEACHER = {"architecture": "vit_tiny_patch16_224", "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+TEACHER["seed"] = 2  # with several answers
 # Of a square image, all of it.
 PLAIN = ["data.crop_scale=[1,1]", "data.crop_ratio=[1,1]", "data.hflip=0", "data.decoder=pillow"]
 
@@ -149,6 +155,68 @@ def test_loss_is_the_trainers(mix, options):
     assert loss(logits, smoothed).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("options", "teacher"),
+    [
+        (["distillation.alpha=0.3", "loss.label_smoothing=0.1"], {}),
+        (
+            ["data.mixup=0.8", "loss.label_smoothing=0", "precision=bf16", "data.mean=[0.5]", "data.std=[0.5]"],
+            {"names": [f"class_{letter}" for letter in "fedcba"]},
+        ),
+        (
+            ["loss.name=sigmoid", "distillation.image_size=32", "model.pos_embed=sincos"],
+            {"img_size": 32},
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_distillation_is_the_trainers(image_folder, tmp_path, options, teacher):
+    """The loss and every gradient, of a teacher with another mean and deviation, order of classes or size of images.
+
+    In BF16 it has the same mean: a last digit of a pixel might be another answer.
+    """
+    folder = write_teacher(tmp_path / "teacher", **TEACHER | {"img_size": 16} | teacher)
+    given = [*HARD, *options, f"data.path={image_folder}", f"distillation.teacher={folder}"]
+    cfg, device = launch.load_config("L0_sanity", [*TINY, *given]), torch.device("cpu")
+    model = compare.build_model(cfg).train()
+    with torch.no_grad():
+        for head in (model.head, model.head_dist):  # which timm starts with zeros
+            head.weight.normal_()
+    mixup, loss = compare.build_loss(cfg)
+    task = compare.build_task(model, loss, cfg, device)
+    drawn = torch.Generator().manual_seed(0)
+    tints = 3 * torch.randn(24, 3, 1, 1, generator=drawn)  # to which the teacher gives several answers
+    images, labels = tints + torch.randn(24, 3, 16, 16, generator=drawn), torch.randint(6, (24,), generator=drawn)
+    targets = F.one_hot(labels, 6) * 0.7 + F.one_hot(labels.flip(0), 6) * 0.3 if mixup else labels
+    with torch.autocast("cpu", torch.bfloat16, enabled=cfg.precision == "bf16"):
+        found, logits = task(images, targets)["loss"], torch.stack(model(images))
+    answers_model = distillation.read_model(cfg)
+    order = distillation.order_of(answers_model, cfg, imagenet_dataset.run_sizes(cfg, 1))
+    assert (order is None) != ("names" in teacher)
+    answers = distillation.Teacher(answers_model, cfg, order, device)(images)
+    assert len(answers.argmax(dim=1).unique()) > 1
+    expected = trainer.objective(logits.float(), targets, answers, cfg)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    of_task, ours = (torch.autograd.grad(each, trained) for each in (found, expected))
+    torch.testing.assert_close(of_task, ours, rtol=1e-5, atol=1e-6)
+    assert not any(p.requires_grad for p in task.teacher.parameters())
+    assert not task.teacher.model.training
+
+
+def test_two_heads_without_a_teacher_learn_by_their_mean():
+    cfg = launch.load_config("L0_sanity", [*TINY, *DISTILLED, "loss.label_smoothing=0.1"])
+    model = compare.build_model(cfg).train()
+    with torch.no_grad():
+        for head in (model.head, model.head_dist):
+            head.weight.normal_()
+    images, labels = torch.randn(24, 3, 16, 16), torch.randint(6, (24,))
+    found = compare.build_task(model, compare.build_loss(cfg)[1], cfg, torch.device("cpu"))(images, labels)["loss"]
+    model.set_distilled_training(True)
+    expected = trainer.objective(torch.stack(model(images)), labels, None, cfg)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_mixes_as_often_as_the_config_says():
     options = ["data.mixup=0.8", "data.cutmix=0.4", "data.mixup_prob=0.6", "data.mixup_switch_prob=0.25"]
     mixup, _ = compare.build_loss(launch.load_config("L0_sanity", [*TINY, *options]))
@@ -224,6 +292,35 @@ def test_run_learns_in_every_way_at_once(run):
     first, last = results["validation"]
     assert last["val/loss"] != first["val/loss"]
     assert last["val/ema_loss"] != last["val/loss"]
+
+
+def test_run_learns_from_a_teacher(tmp_path, image_folder, tiny, run):
+    """Mixed images, BF16, averages, recomputation; evaluation answers with the mean of both heads."""
+    folder = write_teacher(tmp_path / "teacher")
+    options = [*HARD, f"distillation.teacher={folder}", "seed=3", "evaluation.every_n_steps=4", "num_train_steps=8"]
+    more = ["ema.decay=0.5", "data.mixup=0.8", "data.cutmix=1", "activation_checkpointing=true"]
+    results = run(*options, *more, "precision=bf16", "optimizer.lr=3e-3")["results"]
+    first, last = results["validation"]
+    assert last["val/loss"] != first["val/loss"]
+    assert last["val/ema_loss"] != last["val/loss"]
+
+    (*_, row) = run(*options, "optimizer.lr=1e-12", "precision=fp32")["results"]["validation"]
+    cfg = launch.load_config("L0_sanity", [*tiny, *options])
+    model = first_model(cfg).train()
+    model.set_distilled_training(True)
+    _, val_loader = loaders_of(cfg, rank=0, world_size=1, start_step=0)
+    images, labels = next(iter(val_loader))
+    images, labels = images[labels != imagenet_dataset.PADDING], labels[labels != imagenet_dataset.PADDING]
+    with torch.no_grad():
+        logits = torch.stack(model(trainer.Normalize(cfg, torch.device("cpu"))(images))).mean(dim=0)
+    assert row["val/loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), abs=1e-4)
+
+
+def test_a_teacher_that_does_not_fit_is_refused_by_name(refused, tmp_path):
+    few = write_teacher(tmp_path / "few", num_classes=5)
+    assert f"distillation.teacher={few} has 5 classes" in refused(*HARD, f"distillation.teacher={few}")
+    large = write_teacher(tmp_path / "large", **TEACHER, img_size=32)
+    assert "set distillation.image_size=32" in refused(*HARD, f"distillation.teacher={large}")
 
 
 def test_speed_is_that_of_steps_after_the_first(monkeypatch, run):
@@ -330,6 +427,9 @@ def test_a_class_may_be_missing_in_val(tmp_path, tiny, run):
         ["model.init_head_bias=-6.9"],
         ["model.freeze=backbone"],
         ["model.img_size=[16, 24]"],
+        ["model.distilled=false", "distillation.kind=hard", "distillation.teacher=x"],
+        ["distillation.kind=soft", "distillation.teacher=x", *DISTILLED],
+        ["distillation.shard_teacher=true", *HARD, "distillation.teacher=x"],
         ["data.source=webdataset"],
         ["data.repeated_augmentation=2"],
         ["data.on_error=skip"],

@@ -241,8 +241,8 @@ def taught_by(folder, *overrides, classes=()):
     """A teacher and the model within, of a run on the CPU."""
     cfg = tiny_config("data.path=unused", "distillation.kind=hard", f"distillation.teacher={folder}", *overrides)
     sizes = schema.RunSizes.of(cfg, world_size=1, num_train_images=60, num_val_images=23, classes=tuple(classes))
-    model = distillation._read(cfg)
-    order = distillation._order(model, cfg, sizes)
+    model = distillation.read_model(cfg)
+    order = distillation.order_of(model, cfg, sizes)
     return distillation.Teacher(model, cfg, order, session_of(folder).device), model
 
 

@@ -7,6 +7,10 @@ Model, first weights, loader, augmentation, mixup, loss, optimizer, schedule and
 together as its train.py does. The number of steps, the learning rate of each, and what is evaluated when, are those of
 the entrypoints. One process, on one GPU or the CPU. What the config asks for and this loop cannot do is refused.
 
+A teacher (distillation.kind=hard with model.distilled=true) is read, gets images of its size and answers by the names
+of classes as in the entrypoints; the rest is timm's VisionTransformerDistilled and TokenDistillationTask. kind=soft is
+refused: where DeiT's code and ours have a mean over images and classes, timm's loss has one over images alone.
+
 Not as in the entrypoints, on purpose: Pillow decodes and crops, whatever `data.decoder` says; an epoch ends with its
 last whole batch; timm draws the random numbers, and decays the map pool's query; nothing is saved but the result.
 
@@ -34,18 +38,22 @@ from typing import Any
 import timm.utils
 import torch
 import torch.nn.functional as F
-from timm.data import ImageDataset, Mixup, auto_augment, create_loader
+from timm.data import ImageDataset, Mixup, auto_augment, create_loader, resolve_model_data_config
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import Muon, create_optimizer_v2, param_groups_layer_decay
 from timm.scheduler import CosineLRScheduler
+from timm.task import ClassificationTask, TokenDistillationTask
 from torch import nn
 
+import distillation
 import imagenet_dataset
 import vit
 from benchmark import config_name_and_overrides, write
 from input_pipeline import augment
 from input_pipeline.image_folders import Folder
+from interop.models import TimmModel
 from interop.weights_out import timm_arguments
 from runtime import process_group
 from schema import Config, ConfigError, RunError, pair, peak_lr
@@ -56,8 +64,8 @@ ONLY: str = """
     model.drop_path_schedule=linear model.init_head_bias=0.0 model.freeze=null lr_scheduler.name=cosine
     data.source=folder data.repeated_augmentation=1 data.on_error=raise data.exif_orientation=false
     data.max_pixels=178956970 checkpoint.init_from=null wandb.mode=disabled tensorboard.enabled=false
-    profiler.trace=false profiler.memory_snapshot=false optimizer.state_dtype=fp32 model.distilled=false
-    distillation.kind=none data.packing.enabled=false
+    profiler.trace=false profiler.memory_snapshot=false optimizer.state_dtype=fp32
+    distillation.shard_teacher=false data.packing.enabled=false
 """
 
 
@@ -69,6 +77,11 @@ def check(cfg: Config) -> None:
     """
     if cfg.data.size_schedule is not None:
         raise ConfigError("data.size_schedule: tools/compare.py trains with one image size; set it to null")
+    if cfg.distillation.kind == "soft":
+        raise ConfigError(
+            "distillation.kind=soft: tools/compare.py has timm's loss, where the teacher's part is "
+            f"model.num_classes={cfg.model.num_classes} times DeiT's; set it to hard"
+        )
     side, policy = max(pair(cfg.model.img_size)), cfg.data.auto_augment
     wanted = dict(item.split("=") for item in ONLY.split())
     if cfg.model.implementation == "hf":
@@ -79,6 +92,8 @@ def check(cfg: Config) -> None:
         wanted["micro_batch_size"] = "null"
     if cfg.activation_checkpointing == "selective":  # which timm has not
         wanted["activation_checkpointing"] = "true"
+    if cfg.distillation.kind != "none":  # timm has no such loss for one head
+        wanted["model.distilled"] = "true"
     if policy and "3a" not in policy:  # timm leaves the jitter out beside any other
         wanted["data.color_jitter"] = "null"
     for key, value in wanted.items():
@@ -94,7 +109,8 @@ def check(cfg: Config) -> None:
 def build_model(cfg: Config) -> VisionTransformer:
     """The model, with timm's first weights; fixed positions, if it has them, are the entrypoints'."""
     norm_layer, arguments = vit.norm_layer(cfg.model), timm_arguments(vars(cfg.model))
-    model = VisionTransformer(**arguments, num_classes=cfg.model.num_classes, norm_layer=norm_layer)
+    model_class = VisionTransformerDistilled if cfg.model.distilled else VisionTransformer
+    model = model_class(**arguments, num_classes=cfg.model.num_classes, norm_layer=norm_layer)
     vit.set_fused_attn(model, cfg.model)
     if cfg.model.pos_embed == "sincos":  # which timm has not
         model.pos_embed = nn.Parameter(vit.sincos_positions(cfg.model), requires_grad=False)
@@ -130,14 +146,19 @@ def build_loader(cfg: Config, split: str, device: torch.device) -> Any:
         ratio=data.crop_ratio,
         re_prob=data.random_erasing,
         re_mode="pixel",
-        mean=data.mean * (channels // len(data.mean)),  # one value may stand for all channels
-        std=data.std * (channels // len(data.std)),
         device=device,
         pin_memory=on_cuda,
         use_prefetcher=on_cuda,
         use_multi_epochs_loader=split == "train",  # the workers go on between epochs
         **{name: getattr(data, name) for name in same.split()},
+        **mean_and_std(cfg),
     )
+
+
+def mean_and_std(cfg: Config) -> dict[str, Any]:
+    """Those of each channel: in the config one value may stand for all."""
+    values = {"mean": cfg.data.mean, "std": cfg.data.std}
+    return {key: value * (cfg.model.in_chans // len(value)) for key, value in values.items()}
 
 
 def build_loss(cfg: Config) -> tuple[Mixup | None, nn.Module]:
@@ -151,6 +172,61 @@ def build_loss(cfg: Config) -> tuple[Mixup | None, nn.Module]:
         threshold, sums = cfg.loss.bce_target_thresh, cfg.loss.bce_sum
         return mixup, BinaryCrossEntropy(smoothing, target_threshold=threshold, sum_classes=sums)
     return mixup, SoftTargetCrossEntropy() if mixup else LabelSmoothingCrossEntropy(smoothing)
+
+
+class _Teacher(nn.Module):
+    """A teacher as timm's task asks it, with images of its own mean and deviation, which are in `pretrained_cfg`."""
+
+    def __init__(self, teacher: distillation.Teacher) -> None:
+        super().__init__()
+        self.model, self.size, self.order = teacher.model, teacher.size, teacher.order
+        self.pretrained_cfg = resolve_model_data_config(teacher.model)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.size is not None:
+            images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
+        answers = self.model(images)
+        return answers if self.order is None else answers[:, self.order]
+
+
+def build_teacher(cfg: Config, device: torch.device) -> _Teacher:
+    """The config's teacher on `device`, checked as in the entrypoints.
+
+    Raises:
+        ConfigError: there is no such model, it has other classes or channels, or takes no images of the size it gets.
+    """
+    model = distillation.read_model(cfg).to(device)
+    order = distillation.order_of(model, cfg, imagenet_dataset.run_sizes(cfg, 1))
+    teacher = distillation.Teacher(model, cfg, order, device)
+    teacher.try_out()
+    return _Teacher(teacher)
+
+
+class _InFloat32(nn.Module):
+    """A loss of logits that autocast left in BF16."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.loss(logits.float(), targets)
+
+
+def build_task(
+    model: TimmModel, loss: nn.Module, cfg: Config, device: torch.device
+) -> ClassificationTask | TokenDistillationTask:
+    """task(images, labels)["loss"] is what a step minimises: `loss`, and with a teacher the answers' part beside it.
+
+    Raises:
+        ConfigError: as `build_teacher`.
+    """
+    criterion = _InFloat32(loss)
+    if cfg.distillation.kind == "none":
+        return ClassificationTask(model, criterion, device=device, verbose=False)
+    model.pretrained_cfg = mean_and_std(cfg)  # by which timm takes an image back to its pixels, for the teacher
+    options = {"distill_type": "hard", "task_loss_weight": 1 - cfg.distillation.alpha}
+    return TokenDistillationTask(model, build_teacher(cfg, device), criterion, device=device, verbose=False, **options)
 
 
 def build_optimizer(model: VisionTransformer, cfg: Config) -> torch.optim.Optimizer:
@@ -226,7 +302,7 @@ def train(cfg: Config) -> dict[str, Any]:
     """Train and evaluate; returns the results but for `wall_s`.
 
     Raises:
-        ConfigError: timm does not find the images that the entrypoints find.
+        ConfigError: timm does not find the images that the entrypoints find; the teacher does not fit.
         RunError: the loss of a log step was not finite.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -244,6 +320,7 @@ def train(cfg: Config) -> dict[str, Any]:
         each.compile()  # torch.compile, of the whole
     train_loader, val_loader = (build_loader(cfg, split, device) for split in ("train", "val"))
     mixup, loss_of = build_loss(cfg)
+    task = build_task(model, loss_of, cfg, device)  # a teacher is not compiled, as in the entrypoints
     sizes = imagenet_dataset.run_sizes(cfg, 1)
     total_steps, every = sizes.num_train_steps, sizes.evaluate_every
     epochs = itertools.chain.from_iterable(itertools.repeat(train_loader))
@@ -256,8 +333,7 @@ def train(cfg: Config) -> dict[str, Any]:
         if mixup:
             images, labels = mixup(images, labels)
         with autocast():
-            logits = model(images)
-        loss = loss_of(logits.float(), labels)
+            loss = task(images, labels)["loss"]
         loss.backward()
         if cfg.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
