@@ -27,7 +27,7 @@ from optim import param_groups
 DISTILLED = ["model.global_pool=token", "model.class_token=true", "model.distilled=true"]
 HARD = [*DISTILLED, "distillation.kind=hard"]
 TEACHER = {"architecture": "vit_tiny_patch16_224", "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
-TEACHER["seed"] = 2  # with several answers
+TEACHER["seed"] = 2  # one of those that give several answers
 # Of a square image, all of it.
 PLAIN = ["data.crop_scale=[1,1]", "data.crop_ratio=[1,1]", "data.hflip=0", "data.decoder=pillow"]
 
@@ -163,10 +163,7 @@ def test_loss_is_the_trainers(mix, options):
             ["data.mixup=0.8", "loss.label_smoothing=0", "precision=bf16", "data.mean=[0.5]", "data.std=[0.5]"],
             {"names": [f"class_{letter}" for letter in "fedcba"]},
         ),
-        (
-            ["loss.name=sigmoid", "distillation.image_size=32", "model.pos_embed=sincos"],
-            {"img_size": 32},
-        ),
+        (["loss.name=sigmoid", "distillation.image_size=32", "model.pos_embed=sincos"], {"img_size": 32}),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -320,7 +317,9 @@ def test_a_teacher_that_does_not_fit_is_refused_by_name(refused, tmp_path):
     few = write_teacher(tmp_path / "few", num_classes=5)
     assert f"distillation.teacher={few} has 5 classes" in refused(*HARD, f"distillation.teacher={few}")
     large = write_teacher(tmp_path / "large", **TEACHER, img_size=32)
-    assert "set distillation.image_size=32" in refused(*HARD, f"distillation.teacher={large}")
+    line = refused(*HARD, f"distillation.teacher={large}")
+    assert f"distillation.teacher={large} cannot take images of 16 x 16 pixels, model.img_size=[16, 16]" in line
+    assert "set distillation.image_size=" in line  # to the size that the folder says; timm 1.0.29 writes another one
 
 
 def test_speed_is_that_of_steps_after_the_first(monkeypatch, run):
