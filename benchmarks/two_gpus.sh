@@ -45,9 +45,10 @@ until_line() {
 }
 
 case $part in
-right) # gradients, resumes over GPU counts, replicas, tensor parallelism over NCCL
-    run_tests tensor_parallel 180 tests/test_tensor_parallel.py -m gpu
-    run_tests gpu 400 tests/test_gpu.py -m multi_gpu
+right) # gradients, replicas, resumes over GPU counts, tensor parallelism over NCCL
+    run_tests gpu_counts 200 tests/test_gpu_counts.py -m multi_gpu
+    run_tests tensor_parallel 100 tests/test_tensor_parallel.py -m gpu
+    run_tests gpu 280 tests/test_gpu.py -m multi_gpu
     ;;
 graphs) # the same digits with and without, and FP8's grid
     run_tests cuda_graphs 420 tests/test_cuda_graphs.py -m multi_gpu
