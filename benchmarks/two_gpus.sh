@@ -56,7 +56,7 @@ graphs) # the same digits with and without, and FP8's grid
 fast) # two GPUs, then each alone, which is what twice one GPU would be
     strategies two_compiled 90 2 --sizes large_patch16:128 --variants compiled
     sizes="large_patch16:128 large_patch16:256 huge_patch14:64 base_patch16:512"
-    strategies two_te 300 2 --sizes $sizes --variants "BF16|delayed"
+    strategies two_te 300 2 --sizes $sizes --variants "BF16|delayed|ZeRO"
     half=$(($(nproc) / 2)) # of the cores for each: loaders of two runs on all of them keep both runs from their cores
     for gpu in 0 1; do
         [ $gpu = 0 ] && mine="large_patch16:128 large_patch16:256" || mine="huge_patch14:64 base_patch16:512"

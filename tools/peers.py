@@ -50,12 +50,14 @@ PEERS: dict[str, dict[str, Any]] = {
     "timm, compiled": {"kind": "timm", "compile": True},
     "Hugging Face, compiled": {"kind": "hf", "compile": True},
     "torchvision, compiled": {"kind": "torchvision", "compile": True},
-    "DeepSpeed ZeRO-1, timm compiled": {"kind": "timm", "compile": True, "deepspeed": True},
+    "DeepSpeed ZeRO-1, timm compiled": {"kind": "timm", "compile": True, "deepspeed": 1},
     "bare TE, BF16": {"kind": "bare"},
     "bare TE, FP8 delayed": {"kind": "bare", "recipe": "delayed"},
     "bare TE, FP8 current": {"kind": "bare", "recipe": "current"},
 }
 VARIANTS = (*PEERS, *OURS)
+# Beside ours on several GPUs; eager, as DeepSpeed's hooks gather the weights of each layer.
+SHARDED_PEER = {"DeepSpeed ZeRO-3, timm eager": {"kind": "timm", "deepspeed": 3}}
 
 
 def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -182,10 +184,10 @@ def time_loop(size: str, batch: int, depth: int | None, options: dict[str, Any],
     images = torch.randn(batch, 3, 224, 224, device="cuda")
     labels = torch.randint(0, 1000, (batch,), device="cuda")
     options = dict(options)
-    with_deepspeed = options.pop("deepspeed", False)
+    zero_stage = options.pop("deepspeed", None)
     model, forward = build(size, depth, **options)
-    if with_deepspeed:
-        step = deepspeed_step(model, images, labels)
+    if zero_stage:
+        step = deepspeed_step(model, images, labels, zero_stage)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -216,15 +218,15 @@ def time_loop(size: str, batch: int, depth: int | None, options: dict[str, Any],
     }
 
 
-def deepspeed_step(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
-    """A step of DeepSpeed's engine: BF16 weights, FP32 ones in its optimizer, ZeRO-1 over the one card."""
+def deepspeed_step(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, stage: int) -> Callable[[], None]:
+    """A step of DeepSpeed's engine: BF16 weights, FP32 ones in its optimizer, ZeRO over the cards there are."""
     deepspeed = importlib.import_module("deepspeed")
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
-    os.environ.update(place)
+    os.environ.update({key: os.environ.get(key, value) for key, value in place.items()})
     options = {
         "train_micro_batch_size_per_gpu": len(images),
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": stage},
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
     }
