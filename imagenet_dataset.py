@@ -49,7 +49,7 @@ from input_pipeline.device_cache import (
     collate_plans,
 )
 from input_pipeline.image_folders import Folder, scan
-from packing import Packed, longest_image
+from packing import Packed, even_rows, longest_image
 from runtime import preemption, seeding
 from runtime.bucket import is_bucket
 from schema import Config, ConfigError, DataConfig, RankError, RunSizes, pair
@@ -57,6 +57,7 @@ from schema import Config, ConfigError, DataConfig, RankError, RunSizes, pair
 logger = logging.getLogger(__name__)
 LONGEST_TMPDIR = 75  # of a socket's 107 characters, what multiprocessing's /pymp-xxxxxxxx/listener-xxxxxxxx leaves
 LEAST_AHEAD = 1024  # images of a bucket that a batch names with those that come later
+LENGTHS = 128  # that rows may have in evaluation: each new one costs an allocator of GPU memory something
 PADDING = -1  # label of the images that fill up the last validation batch; they count for nothing
 
 Key = tuple[int, int]  # sample number, index into the data set
@@ -239,10 +240,11 @@ class SyntheticDataset(Dataset):
 class PackedRows(Dataset):
     """Images of a data set in rows of `data.packing.images_per_row`; indexed by a list of keys, a microbatch.
 
-    What is left of a row is shared out evenly among the images that follow, and each becomes as large as its aspect
-    ratio allows within that: as rows and columns of patches are whole, it leaves some to the next. In evaluation, where
-    an image's pixels depend on no other one, each has the same share. Which images share a row follows from their
-    positions in the batch.
+    In training what is left of a row is shared out evenly among the images that follow, and each becomes as large as
+    its aspect ratio allows within that: as rows and columns of patches are whole, it leaves some to the next. Which
+    images share a row follows from their positions in the batch.
+    In evaluation, where an image's pixels depend on no other one, each has the same share at most. Their order is free:
+    they are put into rows of about one length, and the batch's rows are as long as the longest.
     """
 
     def __init__(self, images: ImageDataset, cfg: Config, *, is_train: bool) -> None:
@@ -250,8 +252,9 @@ class PackedRows(Dataset):
         self.patch, self.prefix = pair(cfg.model.patch_size), cfg.model.num_prefix_tokens()
         self.share = cfg.patches_per_image()
         self.images_per_row, self.tokens_per_row = cfg.data.packing.images_per_row, cfg.tokens_per_row()
-        self.longest = longest_image(self.tokens_per_row, self.images_per_row)
+        self.longest = _longest_image(cfg)
         self.patch_pixels = cfg.model.in_chans * math.prod(self.patch)
+        self.step = max(1, self.tokens_per_row // LENGTHS)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -259,25 +262,40 @@ class PackedRows(Dataset):
     def __getitems__(self, keys: list[Key]) -> list[Row]:
         """The rows of a microbatch, as torch asks for them."""
         self.images.expect(keys)
-        return [self.row(row) for row in _in_rows(keys, self.images_per_row)]
+        if self.is_train:
+            return [self.row(row) for row in _in_rows(keys, self.images_per_row)]
+        items = [self.images.item(key, self.share) for key in keys]
+        lengths = [math.prod(self._grid(image)) + self.prefix for image, *_ in items]
+        rows = even_rows(lengths, self.images_per_row)
+        longest = max(sum(lengths[place] for place in row) for row in rows)
+        tokens = min(self.tokens_per_row, -(-longest // self.step) * self.step)
+        return [self._filled([items[place] for place in row], tokens) for row in rows]
 
     def row(self, keys: list[Key]) -> Row:
-        """The row of these images."""
-        row = torch.zeros(self.tokens_per_row, self.patch_pixels, dtype=torch.uint8)
-        grids, labels, failures, end = [], [], [], 0
+        """The row of these images, in training."""
+        items, left = [], self.tokens_per_row
         for number, key in enumerate(keys):
-            room = self.share
-            if self.is_train:
-                even = (self.tokens_per_row - end) // (len(keys) - number)
-                room = min(even, self.longest) - self.prefix
-            image, label, failed = self.images.item(key, room)
+            room = min(left // (len(keys) - number), self.longest) - self.prefix
+            items.append(self.images.item(key, room))
+            left -= math.prod(self._grid(items[-1][0])) + self.prefix
+        return self._filled(items, self.tokens_per_row)
+
+    def _grid(self, image: torch.Tensor) -> Grid:
+        return image.shape[1] // self.patch[0], image.shape[2] // self.patch[1]
+
+    def _filled(self, items: list[tuple[torch.Tensor, int, list[str]]], tokens: int) -> Row:
+        row = torch.zeros(tokens, self.patch_pixels, dtype=torch.uint8)
+        end = 0
+        for image, *_ in items:
             patches = aspect.patches_of(image, self.patch)
             start, end = end + self.prefix, end + self.prefix + len(patches)
             row[start:end] = patches
-            grids.append((image.shape[1] // self.patch[0], image.shape[2] // self.patch[1]))
-            labels.append(label)
-            failures += failed
-        return row, grids, labels, failures
+        images, labels, failures = zip(*items, strict=True)
+        return row, [self._grid(image) for image in images], list(labels), [text for each in failures for text in each]
+
+
+def _longest_image(cfg: Config) -> int:
+    return longest_image(cfg.tokens_per_row(), cfg.data.packing.images_per_row)
 
 
 def _in_rows(keys: list[Key], images_per_row: int) -> list[list[Key]]:
@@ -315,11 +333,11 @@ class SyntheticRows(Dataset):
         return found
 
 
-def _collate_rows(rows: list[Row]) -> tuple[Packed, torch.Tensor, list[str]]:
-    """Rows as one batch, labels, failures."""
+def _collate_rows(longest: int, rows: list[Row]) -> tuple[Packed, torch.Tensor, list[str]]:
+    """Rows as one batch, whose images have at most `longest` tokens; labels; failures."""
     patches, grids, labels, failures = zip(*rows, strict=True)
     grids, labels = (torch.tensor([each for row in rows for each in row]) for rows in (grids, labels))
-    return Packed(torch.stack(patches), grids), labels, [text for texts in failures for text in texts]
+    return Packed(torch.stack(patches), grids, longest), labels, [text for texts in failures for text in texts]
 
 
 class TrainSampler(Sampler):
@@ -518,7 +536,7 @@ def build_loaders(
     )
     shape = (cfg.model.in_chans, *pair(cfg.data.image_size))
     is_packed = cfg.data.packing.enabled
-    collate = _collate_rows if is_packed else _collate
+    collate = functools.partial(_collate_rows, _longest_image(cfg)) if is_packed else _collate
     if cfg.data.source == "synthetic":
         train_set, val_set = (
             SyntheticRows(num_images, cfg, seed=cfg.seed)
@@ -558,7 +576,7 @@ def noise(cfg: Config, sizes: RunSizes, device: torch.device) -> torch.Tensor | 
         return torch.rand((images, channels, *pair(cfg.model.img_size)), device=device)
     rows, pixels = images // cfg.data.packing.images_per_row, channels * math.prod(pair(cfg.model.patch_size))
     grids = torch.tensor([(1, cfg.patches_per_image())] * images, device=device)
-    return Packed(torch.rand((rows, cfg.tokens_per_row(), pixels), device=device), grids)
+    return Packed(torch.rand((rows, cfg.tokens_per_row(), pixels), device=device), grids, _longest_image(cfg))
 
 
 def _device() -> torch.device:

@@ -8,6 +8,8 @@ Shapes in the comments: `R` rows of `T` tokens, `B` images, `D` width, `H` heads
 
 import dataclasses
 import functools
+import heapq
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,27 +26,30 @@ class Packed:
             An image has first a place for each class and register token, then its patches in rows of the image; what is
             left at the end of a row is padding.
         grids: (B, 2), int64: rows and columns of patches, of the images in the order of their labels.
+        longest: tokens that an image has at most, in all batches of a run.
     """
 
     patches: torch.Tensor
     grids: torch.Tensor
+    longest: int
 
     def __len__(self) -> int:
         return len(self.grids)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Packed":
         """The same on a device."""
-        return Packed(*(each.to(device, non_blocking=non_blocking) for each in (self.patches, self.grids)))
+        patches, grids = (each.to(device, non_blocking=non_blocking) for each in (self.patches, self.grids))
+        return Packed(patches, grids, self.longest)
 
     def pin_memory(self) -> "Packed":
         """The same in memory that a GPU copies from; a loader asks for it."""
-        return Packed(self.patches.pin_memory(), self.grids.pin_memory())
+        return Packed(self.patches.pin_memory(), self.grids.pin_memory(), self.longest)
 
     def normalized(self, mean: torch.Tensor, std: torch.Tensor) -> "Packed":
         """Pixels as floats of mean 0 and deviation 1; both have a value for all channels, or one a channel."""
         patches = self.patches.float().unflatten(2, (mean.numel(), -1))  # one value: all pixels are its own
         patches = (patches - mean.view(-1, 1)) / std.view(-1, 1)
-        return Packed(patches.flatten(2), self.grids)
+        return Packed(patches.flatten(2), self.grids, self.longest)
 
     def padding_fraction(self, num_prefix_tokens: int) -> torch.Tensor:
         """Share of the tokens that no image has, a float32 scalar on the device."""
@@ -55,6 +60,21 @@ class Packed:
 def longest_image(tokens_per_row: int, images_per_row: int) -> int:
     """Tokens that an image has at most, of a row that hands on what others leave: half as many again as its share."""
     return tokens_per_row // images_per_row * 3 // 2
+
+
+def even_rows(lengths: Sequence[int], images_per_row: int) -> list[list[int]]:
+    """Places of images of these lengths, so many in each row, all rows about as long as each other.
+
+    The longest image comes first, each to the row that is the shortest so far of those that have a place left.
+    """
+    rows: list[list[int]] = [[] for _ in range(len(lengths) // images_per_row)]
+    shortest = [(0, number) for number in range(len(rows))]
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        length, number = heapq.heappop(shortest)
+        rows[number].append(place)
+        if len(rows[number]) < images_per_row:
+            heapq.heappush(shortest, (length + lengths[place], number))
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +112,7 @@ class Rows:
         num_rows, tokens = batch.patches.shape[:2]
         device = batch.patches.device
         per_row = len(batch) // num_rows
-        longest = longest_image(tokens, per_row)
+        longest = batch.longest
         grids = batch.grids.view(num_rows, per_row, 2)
         lengths = grids.prod(dim=2) + num_prefix_tokens
         starts_of_padding = torch.arange(0, tokens, longest, device=device)

@@ -222,6 +222,8 @@ def train_stage(
         batches = iter(train_loader)
     if progress.is_unscored and evaluate_now():  # the run was stopped in the evaluation of the step it goes on from
         saver.set_score(progress.step, progress.best, progress.scores)
+        if cfg.data.packing.enabled:  # rows of several lengths: the training's would be compiled for any length, too
+            torch.compiler.reset()
 
     session.phases.begin("training")
     hosts_are_together = True  # whether the ranks have just waited for each other
