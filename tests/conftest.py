@@ -264,11 +264,11 @@ def run_command(command, *, nproc=None, timeout=240, cwd=ROOT, env=None):
 
 @functools.cache
 def fork_context():
-    """For processes that are forked from one which has imported worker.py: they start at once, not in six seconds."""
+    """For processes that are forked from one which has imported preload.py: they start at once, not in six seconds."""
     import multiprocessing.forkserver
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["worker"])
+    context.set_forkserver_preload(["preload"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT / 'tests'}:{ROOT}:{ROOT / 'tools'}:{os.environ.get('PYTHONPATH', '')}")
         patch.setenv("OMP_NUM_THREADS", "1")
