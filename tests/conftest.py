@@ -8,6 +8,7 @@ import launch
 import contextlib
 import fcntl
 import functools
+import gc
 import json
 import logging
 import os
@@ -91,6 +92,12 @@ def pytest_xdist_auto_num_workers(config):
     if re.search("gpu|slurm", asked_for) or (len(set(named)) < 3 and all(name.endswith(".py") for name in named)):
         return 0
     return max(2, min(8, (os.cpu_count() or 1) // 2))
+
+
+def pytest_collection_finish():
+    """All that was imported stays: no collection of garbage, as before each fork of loader processes, looks at it."""
+    gc.collect()
+    gc.freeze()
 
 
 WANDB_KEY = "5f0c" * 10  # what a wandb key looks like
