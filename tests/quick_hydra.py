@@ -9,6 +9,7 @@ import os
 import pickle
 from pathlib import Path
 
+import yaml
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
@@ -17,7 +18,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 
 def install():
-    """Keep what Hydra read and merged. It has no setting for that, so these are its own functions."""
+    """Keep what Hydra read and merged. It has no setting for that, so these are its own functions.
+
+    YAML is read and written by the same library in C, in a tenth of the time.
+    """
+    if yaml.__with_libyaml__:
+        yaml.SafeLoader, yaml.SafeDumper = yaml.CSafeLoader, yaml.CSafeDumper
     loaded, merged, parsed, listed = {}, {}, {}, {}
     load, merge, load_single = (
         ConfigRepository.load_config,
