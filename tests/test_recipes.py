@@ -111,14 +111,20 @@ def own_keys(name):
     return set(diff_config.flatten({key: value for key, value in content.items() if key != "defaults"}))
 
 
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """A copy of config/, which is read once."""
+    return shutil.copytree(ROOT / "config", tmp_path_factory.mktemp("copied") / "config")
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_config_repeats_what_a_paper_states_and_nothing_else(name, tmp_path, monkeypatch):
-    shutil.copytree(ROOT / "config", tmp_path / "config")
-    file = tmp_path / f"config/{name}.yaml"
+def test_a_config_repeats_what_a_paper_states_and_nothing_else(name, copied, monkeypatch):
+    file = copied / f"{name}.yaml"
     file.write_text(yaml.safe_dump({"defaults": yaml.safe_load(file.read_text())["defaults"]}))
     whole = values(name)
-    monkeypatch.setattr(launch, "CONFIG_DIR", tmp_path / "config")
+    monkeypatch.setattr(launch, "CONFIG_DIR", copied)
     inherited = values(name)
+    shutil.copy2(ROOT / f"config/{name}.yaml", file)  # others inherit from it
     repeated = {key for key in own_keys(name) if inherited[key] == whole[key]}
     assert {key for key in repeated if not PAPER.fullmatch(key) or whole[key] == "null"} == set()
 
