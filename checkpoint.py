@@ -142,20 +142,52 @@ class Resumed:
     samples: int = 0  # images that the run has trained on, each counted as often as it was seen
 
 
-def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -> Resumed:
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+    """What a run will go on from, found before there is a model."""
+
+    place: Folder
+    found: Found | None
+
+    @property
+    def step(self) -> int:
+        """Finished updates."""
+        return self.found.state["step"] if self.found else 0
+
+    @property
+    def is_unscored(self) -> bool:
+        """Whether that step's evaluation was broken off."""
+        return self.found is not None and self.found.state.get("is_unscored", False)
+
+
+def beginning_of(cfg: Config, session: Session) -> Beginning:
+    """Look for the newest checkpoint, once for all ranks.
+
+    Raises:
+        ConfigError: the place of the checkpoints cannot be used, or one was tampered with.
+    """
+    place = place_of(cfg, session.rank)
+    place.check(0, session)
+    return Beginning(place, _newest(place, cfg, session))
+
+
+def restore(
+    state: TrainState, cfg: Config, session: Session, sizes: RunSizes, beginning: Beginning | None = None
+) -> Resumed:
     """Put `state` where the run starts from, by the order at the top of this file, and say where that is.
 
-    All ranks load what rank 0 found. Checks first that checkpoints can be written at all.
+    All ranks load what rank 0 found: `beginning`, where that is known. Checks first that checkpoints can be written at
+    all.
 
     Raises:
         ConfigError: the folder cannot take checkpoints; the checkpoint is of another model, another class list or
             another optimizer, or was tampered with; `init_from` does not fit the model.
     """
-    place = None if cfg.checkpoint.ckpt_dir is None else place_of(cfg, session.rank)
-    found = None
-    if place is not None:
+    place = found = None
+    if cfg.checkpoint.ckpt_dir is not None:
+        place = beginning.place if beginning else place_of(cfg, session.rank)
         place.check(state.num_bytes(), session)
-        found = _newest(place, cfg, session)
+        found = beginning.found if beginning else _newest(place, cfg, session)
     if place is None or found is None:
         if (source := cfg.checkpoint.init_from) is not None:
             raise_on_all_ranks(lambda: _init_from(source, state, cfg, sizes), error=ConfigError)
@@ -208,18 +240,6 @@ def restore(state: TrainState, cfg: Config, session: Session, sizes: RunSizes) -
         logger.warning("%s", line)
     is_unscored = saved.get("is_unscored", False)
     return Resumed(saved["step"], saved["run_id"], saved["best"], is_unscored, saved["samples"])
-
-
-def progress_of(cfg: Config, session: Session) -> tuple[int, bool]:
-    """The step that `restore` will go on from, and whether its evaluation was broken off, before there is a model.
-
-    Raises:
-        ConfigError: the place of the checkpoints cannot be used, or one was tampered with.
-    """
-    place = place_of(cfg, session.rank)
-    place.check(0, session)
-    found = _newest(place, cfg, session)
-    return (found.state["step"], found.state.get("is_unscored", False)) if found else (0, False)
 
 
 def _newest(place: Folder, cfg: Config, session: Session) -> Found | None:

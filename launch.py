@@ -140,6 +140,7 @@ from schema import (  # noqa: E402  (after the versions' check)
     idle_keys,
     known_keys,
     leaves,
+    schedule_text,
     split_batch,
     to_plain,
 )
@@ -235,10 +236,8 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
             raise ConfigError("data.packing.enabled=true in train_mfsdp.py: not seen to work there; use train_fsdp2.py")
         _refuse_later_options(cfg, "in train_mfsdp.py: not seen to work there; use train_fsdp2.py")
         if cfg.data.size_schedule is not None:
-            given = ", ".join(f"epoch {change.epoch:g}: {change.img_size} px" for change in cfg.data.size_schedule)
-            raise ConfigError(
-                f"data.size_schedule=[{given}] in train_mfsdp.py: not seen to work there; use train_fsdp2.py"
-            )
+            given = f"data.size_schedule={schedule_text(cfg.data.size_schedule)}"
+            raise ConfigError(f"{given} in train_mfsdp.py: not seen to work there; use train_fsdp2.py")
         if outer > 1 and shard == 1:
             # Seen with 0.6.1: gradients of two replicas, each one rank, are twice DDP's (tests/test_gpu.py compares
             # them). By its code the division by the number of ranks is left to the reduction inside a shard group.

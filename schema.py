@@ -9,7 +9,7 @@ import fnmatch
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction as ExactFraction
 from typing import Annotated, Any, Literal
 
@@ -481,6 +481,12 @@ class SizeChange:
     """optimizer.lr of a schedule that begins anew there, and ends with the run or at the next entry that has one."""
     num_warmup_epochs: PositiveFloat | None = None
     """With lr: that schedule's warmup; left out = none."""
+
+
+def schedule_text(changes: Sequence[SizeChange]) -> str:
+    """Entries of `data.size_schedule` as a command line has them."""
+    entries = [{key: value for key, value in dataclasses.asdict(each).items() if value is not None} for each in changes]
+    return json.dumps(entries, separators=(",", ":")).replace('"', "")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -1295,7 +1301,13 @@ class Config:
             ("model.block_fn", model.block_fn, model.block_fn != "Block", "not seen to work", "Block"),
             ("model.attn_layer", model.attn_layer, model.attn_layer != "attn", "not seen to work", "attn"),
             ("model.rel_pos_type", model.rel_pos_type, model.rel_pos_type is not None, "not seen to work", "null"),
-            ("data.size_schedule", "given", data.size_schedule is not None, "not seen to work", "null"),
+            (
+                "data.size_schedule",
+                schedule_text(data.size_schedule or ()),
+                data.size_schedule is not None,
+                "not seen to work",
+                "null",
+            ),
             ("model.distilled", True, model.distilled, "not seen to work", "false"),
             ("model.global_pool", "map", model.global_pool == "map", "not seen to work", "avg"),
             ("model.fused_attn", False, not model.fused_attn, "images are told apart in the fused function", "true"),

@@ -109,17 +109,19 @@ def train(build: Callable[[Config, Session, RunSizes], Run], cfg: Config, sessio
     stages = list(zip(configs, stage_sizes(cfg, session.world_size), strict=False))
     if absent := len(configs) - len(stages):
         logger.warning("data.size_schedule: the run ends before its last %d entries", absent)
+    beginning = None
     if len(stages) > 1:
-        step, is_unscored = checkpoint.progress_of(cfg, session)
-        stages = [*(stage for stage in stages[:-1] if step < stage[1].last_step + is_unscored), stages[-1]]
+        beginning = checkpoint.beginning_of(cfg, session)
+        first = beginning.step - beginning.is_unscored
+        stages = [*(stage for stage in stages[:-1] if first < stage[1].last_step), stages[-1]]
     metrics, profiler = None, None
     for number, (stage, sizes) in enumerate(stages):
         if number:
             logger.info("from step %d on images of %s px", sizes.first_step + 1, stage.model.img_size)
-            stage = _at_border(stage, session)
+            stage, beginning = _at_border(stage, session), None
         set_kernels(stage)
         run = build(stage, session, sizes)
-        resumed = checkpoint.restore(run.state, stage, session, sizes)
+        resumed = checkpoint.restore(run.state, stage, session, sizes, beginning)
         loaders = build_loaders(stage, sizes, rank=session.rank, start_step=resumed.step)
         if metrics is None or profiler is None:
             total = sizes.num_train_steps

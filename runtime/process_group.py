@@ -58,7 +58,6 @@ def dist_session(cfg: Config) -> Iterator[Session]:
         store = _store()
         _rank_0_first(lock, session, store)
         set_up_logging(session)
-        set_kernels(cfg)
         if cuda:
             torch.cuda.set_device(device)
             held.enter_context(cuda_graphs.stream(enabled=cfg.cuda_graphs))

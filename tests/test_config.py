@@ -458,7 +458,7 @@ REFUSED = {
     ),
     "packing and several sizes": (
         "data.packing.enabled=true data.size_schedule=[{epoch:1,img_size:24}]",
-        "data.size_schedule=given with data.packing.enabled=true",
+        "data.size_schedule=[{epoch:1.0,img_size:24}] with data.packing.enabled=true",
         "set data.size_schedule=null",
     ),
     "packing and two heads": (

@@ -4,6 +4,7 @@ What is expected comes from elsewhere: torchvision's ImageFolder, timm's transfo
 """
 
 import functools
+import gc
 import itertools
 import math
 import multiprocessing
@@ -135,6 +136,35 @@ def test_resumed_stream_is_the_tail_of_the_straight_one(image_folder, straight, 
     cfg = data_config(image_folder, f"data.num_workers={num_workers}")
     assert_same(stream(cfg, start_step=start_step), tail)
     assert_same(stream(cfg, start_step=start_step, world_size=2), tail)
+
+
+class Garbage:
+    """In a circle with itself; notes in which process it is destroyed."""
+
+    def __init__(self, file):
+        self.itself, self.file = self, file
+
+    def __del__(self):
+        with open(self.file, "a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def test_garbage_is_destroyed_before_workers_are_forked(image_folder, tmp_path, monkeypatch):
+    """They would destroy it a second time, and its threads are not theirs: one was seen to die of that."""
+    load = imagenet_dataset.ImageDataset.__getitems__
+
+    def collecting(self, keys):
+        gc.collect()
+        return load(self, keys)
+
+    monkeypatch.setattr(imagenet_dataset.ImageDataset, "__getitems__", collecting)
+    gc.disable()  # nor does chance destroy it here
+    try:
+        Garbage(tmp_path / "destroyed")
+        stream(data_config(image_folder, "data.num_workers=1"), num_steps=1)
+    finally:
+        gc.enable()
+    assert (tmp_path / "destroyed").read_text() == f"{os.getpid()}\n"
 
 
 def test_nothing_is_left_to_read_after_the_last_step(image_folder):

@@ -8,7 +8,7 @@ import shutil
 import sys
 
 import pytest
-from conftest import TINY, run_command
+from conftest import TINY, read_metrics, run_command
 
 import replay
 import train_fsdp2
@@ -86,6 +86,26 @@ def test_checkpoints_in_a_bucket_are_refused(run, capsys):
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(re.sub("ckpt_dir: .*", "ckpt_dir: s3://bucket/run", config))
     assert "has its checkpoints in a bucket, checkpoint.ckpt_dir=s3://bucket/run" in refused(capsys, run, 6)
+
+
+def test_a_step_after_a_change_of_the_size(tiny, tmp_path, capsys, monkeypatch):
+    """From the checkpoint of the border, and over the border where that is gone."""
+    options = ["data.size_schedule=[{epoch:1.2,img_size:24,global_batch_size:12}]", "num_train_steps=5"]
+    often = ["checkpoint.save_every_n_steps=2", "checkpoint.max_checkpoints=null", "model.drop_rate=0.1"]
+    monkeypatch.setattr(sys, "argv", ["train_fsdp2.py"])
+    train_fsdp2.main(launch.load_config("L0_sanity", [*tiny, *options, *often], script="train_fsdp2"))
+    run = tmp_path / "run"
+    monkeypatch.setattr(replay.checkpoint.Saver, "save", replay.checkpoint.Saver.save)
+    assert replay.main([str(run), "4"]) == 0
+    assert "step 4, taken again from step_00000003, is the same" in capsys.readouterr().out
+    shutil.rmtree(run / "checkpoints/step_00000003")
+    assert replay.main([str(run), "4"]) == 0
+    said = capsys.readouterr().out
+    assert "step 4, taken again from step_00000002, is the same: loss and gradient norm of 2 logged steps" in said
+    loss = read_metrics(run)[4]["train/loss"]
+    change(run, 4, loss=1e-7)
+    assert replay.main([str(run), "4"]) == 1
+    assert f"step 4: train/loss is {loss!r}, recorded is" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from timm.layers import resample_abs_pos_embed
 
 import checkpoint
 import schema
+import train_ddp
 from imagenet_dataset import TrainSampler
 from optim import lr_at
 from vit import VisionTransformer
@@ -235,6 +236,17 @@ def job(image_folder, tmp_path):
         one.close()
 
 
+def test_each_stage_looks_for_checkpoints_once(tiny, monkeypatch):
+    looks, find = [], checkpoint._find
+    monkeypatch.setattr(checkpoint, "_find", lambda *args: looks.append(1) or find(*args))
+    options = ["data.size_schedule=[{epoch:0.4,img_size:24}]", "num_train_steps=2", "lr_scheduler.num_warmup_steps=0"]
+    cfg = launch.load_config("L0_sanity", [*tiny, *options], script="train_ddp")
+    train_ddp.main(cfg)
+    assert len(looks) == 2
+    train_ddp.main(cfg)  # finished: what is there is the last stage's
+    assert len(looks) == 3
+
+
 @pytest.mark.parametrize("to", [24, 8, [8, 32]])
 def test_weights_and_averages_are_resampled_as_timm_does_it_and_moments_linearly(job, to):
     schedule = f"data.size_schedule=[{{epoch:1.7,img_size:{to}}}]".replace(" ", "")
@@ -261,8 +273,9 @@ def test_weights_and_averages_are_resampled_as_timm_does_it_and_moments_linearly
 
     size = f"model.img_size={to}".replace(" ", "")
     second = job(size, *options)
-    assert checkpoint.progress_of(second.cfg, second.session) == (4, False)
-    assert checkpoint.restore(second.state, second.cfg, second.session, after).step == 4
+    beginning = checkpoint.beginning_of(second.cfg, second.session)
+    assert (beginning.step, beginning.is_unscored) == (4, False)
+    assert checkpoint.restore(second.state, second.cfg, second.session, after, beginning).step == 4
     position = second.state.weights["pos_embed"]
     state = second.state.optimizer.state[position]
     height, width = schema.pair(to if isinstance(to, int) else tuple(to))

@@ -50,6 +50,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "fused_attn": ("vit.py", "modeling.py", "trainer.py"),
     "hang_campaign": ("runtime/watch.py", "runtime/phases.py", "tools/hang_campaign.py"),
     "image_build": ("Dockerfile", "requirements.txt", "requirements-gpu.txt"),
+    "install_size": ("requirements.txt",),
     "kill_campaign": (*STOPPING, "tools/kill_campaign.py"),
     "large": STRATEGIES,
     "launchers": ("launchers/ray_train.py", "launchers/jobset.yaml", "slurm.sh", "launch.py", "checkpoint.py"),
