@@ -422,7 +422,7 @@ def test_refused_by_the_sizes_or_the_script():
     mixed = tiny_config(change, "data.mixup=0.5")
     assert "micro_batch_size=9 (on 1 ranks) is odd" in error_of(launch.check_script, mixed, "train_ddp", 1)
     cfg = tiny_config(SCHEDULE, "precision=bf16")
-    assert "24 px, epoch 2.4: (16, 24) px] in train_mfsdp.py" in error_of(launch.check_script, cfg, "train_mfsdp", 1)
+    assert ",{epoch:2.4,img_size:[16,24]}] in train_mfsdp.py" in error_of(launch.check_script, cfg, "train_mfsdp", 1)
 
 
 # Compiled and recorded
