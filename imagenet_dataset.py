@@ -525,9 +525,12 @@ def _no_batch(error: RuntimeError, cfg: DataConfig) -> RankError:
 
 
 def build_loaders(
-    cfg: Config, sizes: RunSizes, *, rank: int, start_step: int
+    cfg: Config, sizes: RunSizes, *, rank: int, start_step: int, resident: torch.Tensor | None = None
 ) -> tuple[Iterable[Batch], Iterable[Batch]]:
-    """The training stream from `start_step` on, a microbatch an item, and the validation set, a batch an item."""
+    """The training stream from `start_step` on, a microbatch an item, and the validation set, a batch an item.
+
+    `resident`: the `resident_images` of a stream before it.
+    """
     rank = sizes.dp_rank(rank)
     order: Order = functools.partial(seeding.shuffled, sizes.num_train_images, cfg.seed)
     ahead = max(LEAST_AHEAD, 2 * cfg.global_batch_size) if is_bucket(cfg.data.path) else 0
@@ -560,13 +563,19 @@ def build_loaders(
         every_image = BatchSampler(range(len(train)), batch_size=512, drop_last=False)
         plans = AugmentationPlans(decoded, cfg)
         planned = Loader(plans, sampler, cfg, collate=collate_plans, pin_memory=False)
-        train_loader = DeviceCache(Loader(decoded, every_image, cfg), planned, DeviceAugment(plans, cfg, _device()))
+        augment = DeviceAugment(plans, cfg, _device())
+        train_loader = DeviceCache(Loader(decoded, every_image, cfg), planned, augment, resident)
         shape = (len(val_loader) * sizes.micro_batch_size, *shape)
         return train_loader, CachedBatches(val_loader, shape, _device())
     train_loader = Loader(train_set, sampler, cfg, collate=collate)
     if cfg.data.decoder == "nvjpeg":
         return GpuDecodePrefetcher(train_loader, cfg, _device()), val_loader
     return train_loader, val_loader
+
+
+def resident_images(loader: Iterable[Batch]) -> torch.Tensor | None:
+    """With data.resident: the decoded images of a training stream that was read, uncropped, whatever the image size."""
+    return loader.images if isinstance(loader, DeviceCache) else None
 
 
 def noise(cfg: Config, sizes: RunSizes, device: torch.device) -> torch.Tensor | Packed:

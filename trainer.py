@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import checkpoint
-from imagenet_dataset import PADDING, Batch, build_loaders, list_images, stage_sizes
+from imagenet_dataset import PADDING, Batch, build_loaders, list_images, resident_images, stage_sizes
 from input_pipeline.augment import Mixup
 from observability.fp8_statistics import Fp8Statistics
 from observability.metrics import MetricLogger, Speed, top_k_hits
@@ -114,7 +114,7 @@ def train(build: Callable[[Config, Session, RunSizes], Run], cfg: Config, sessio
         beginning = checkpoint.beginning_of(cfg, session)
         first = beginning.step - beginning.is_unscored
         stages = [*(stage for stage in stages[:-1] if first < stage[1].last_step), stages[-1]]
-    metrics, profiler = None, None
+    metrics, profiler, resident = None, None, None
     for number, (stage, sizes) in enumerate(stages):
         if number:
             logger.info("from step %d on images of %s px", sizes.first_step + 1, stage.model.img_size)
@@ -122,7 +122,7 @@ def train(build: Callable[[Config, Session, RunSizes], Run], cfg: Config, sessio
         set_kernels(stage)
         run = build(stage, session, sizes)
         resumed = checkpoint.restore(run.state, stage, session, sizes, beginning)
-        loaders = build_loaders(stage, sizes, rank=session.rank, start_step=resumed.step)
+        loaders = build_loaders(stage, sizes, rank=session.rank, start_step=resumed.step, resident=resident)
         if metrics is None or profiler is None:
             total = sizes.num_train_steps
             metrics = MetricLogger(cfg, session, start_step=resumed.step, total_steps=total, run_id=resumed.run_id)
@@ -131,6 +131,7 @@ def train(build: Callable[[Config, Session, RunSizes], Run], cfg: Config, sessio
         progress = train_stage(run, stage, session, sizes, whole=cfg, **given)
         if session.stop.signal:
             break
+        resident = resident_images(loaders[0])
         del run, loaders, given  # before the next stage's are made
     assert metrics is not None  # the last stage is always there
     assert profiler is not None

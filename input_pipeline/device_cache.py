@@ -195,12 +195,15 @@ class DeviceCache:
         decoded: a loader of all images in turn, from `DecodedImages`.
         plans: a loader of `AugmentationPlans`, microbatches of this rank.
         augment: does what the plans say, on the device that keeps the images.
+        images: what another one read of `decoded`, which is left alone then.
     """
 
-    def __init__(self, decoded: DataLoader, plans: DataLoader, augment: "DeviceAugment") -> None:
+    def __init__(
+        self, decoded: DataLoader, plans: DataLoader, augment: "DeviceAugment", images: torch.Tensor | None = None
+    ) -> None:
         self.decoded: DataLoader | None = decoded
         self.plans, self.augment, self.device = plans, augment, augment.device
-        self.images: torch.Tensor | None = None
+        self.images = images
 
     def __len__(self) -> int:
         return len(self.plans)

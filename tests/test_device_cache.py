@@ -4,15 +4,17 @@ import launch
 
 import functools
 import multiprocessing
+import shutil
 
 import pytest
 import torch
-from conftest import loaders_of
+from conftest import TINY, column, loaders_of
 from PIL import Image
 from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP
 from torchvision.transforms import functional as F
 
-from input_pipeline.device_cache import KINDS, AugmentationPlans, DeviceAugment, _recorded
+import train_ddp
+from input_pipeline.device_cache import KINDS, AugmentationPlans, DecodedImages, DeviceAugment, _recorded
 
 BASE = ["num_epochs=null", "num_train_steps=3", "global_batch_size=32", "compile=false", "data.num_workers=0"]
 BASE += ["data.crop_scale=[0.3,1.0]", "output_dir=unused"]
@@ -197,6 +199,24 @@ def test_validation_reads_once_and_gives_what_the_loader_gives(small):
         for batch, other in zip(got, want, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(batch, other, strict=True))
     assert all(a is b for a, b in zip(first, second, strict=True))
+
+
+def test_images_are_decoded_once_for_all_sizes_of_a_schedule(small, tmp_path, monkeypatch):
+    """And those of the second size are what a run that begins there decodes for itself."""
+    decoded, load = [], DecodedImages.__getitem__
+    monkeypatch.setattr(DecodedImages, "__getitem__", lambda self, index: decoded.append(index) or load(self, index))
+    schedule = ["data.resident=true", "data.size_schedule=[{epoch:1.2,img_size:24}]", "num_train_steps=4"]
+
+    def run(*overrides):
+        places = [f"data.path={small}", f"output_dir={tmp_path / 'run'}", "checkpoint.max_checkpoints=null"]
+        train_ddp.main(launch.load_config("L0_sanity", [*TINY, *places, *schedule, *overrides], script="train_ddp"))
+        return column(tmp_path, "run", "train/loss")
+
+    losses = run()
+    assert sorted(decoded) == list(range(40))
+    shutil.rmtree(tmp_path / "run/checkpoints/step_00000004")
+    assert run() == losses
+    assert len(decoded) == 2 * 40
 
 
 def test_images_of_two_sizes_are_refused_by_name(small, tmp_path):
