@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import timm
@@ -455,7 +456,7 @@ def assert_same_distributions(starts):
         assert abs(ours.mean() - theirs.mean()) <= 5 * std * (2 / n) ** 0.5, name
         assert abs(ours.std() / std - 1) <= 5 * n**-0.5, name
         # Kolmogorov and Smirnov's distance of two samples, at a probability of 1e-6
-        a, b = (side.flatten()[:100_000].sort().values for side in (ours, theirs))
+        a, b = (side.flatten()[:50_000].sort().values for side in (ours, theirs))
         at = torch.cat([a, b])
         distance = (torch.searchsorted(a, at, right=True) - torch.searchsorted(b, at, right=True)).abs().max() / len(a)
         assert distance <= 2.7 * (2 / len(a)) ** 0.5, name
@@ -579,8 +580,13 @@ def test_every_module_resets_its_own_parameters():
 MODEL_CONFIGS = sorted(path.stem for path in (launch.PROJECT_DIR / "config/model").glob("*.yaml"))
 
 
+# What a start is drawn with: on the meta device each takes milliseconds of Python, for nothing.
+DRAWS = ("uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_")
+
+
 def count(build):
-    with torch.device("meta"):
+    nothing = dict.fromkeys(DRAWS, lambda tensor, *args, **options: tensor)
+    with torch.device("meta"), mock.patch.multiple(torch.Tensor, **nothing):
         return sum(p.numel() for p in build().parameters())
 
 
