@@ -331,21 +331,23 @@ def nodes(bucket, folder, name):
     return [f"checkpoint.ckpt_dir={bucket}", f"checkpoint.local_dir={folder}/{name}-${{oc.env:RANK}}"]
 
 
+WAYS = [("train_ddp", "false"), ("train_fsdp2", "true")]  # checkpoint.async_save; every pair: tests/test_checkpoint.py
+
+
 @pytest.fixture(scope="module")
 def runs(server, image_folder, tmp_path_factory):
     """Outcomes and folder of: a straight run, three steps into a bucket, the other three from there, with faults."""
     folder = tmp_path_factory.mktemp("runs")
     task, tasks = functools.partial(task_of, image_folder, folder), []
     server.set(fail=0.05, cut=0.05, delay=0.05, delay_s=0.2)
-    for script in ("train_ddp", "train_fsdp2"):
+    tasks.append(task("straight", "train_ddp"))
+    half = ["num_train_steps=3", WHOLE, "checkpoint.save_every_n_steps=1", "evaluation.every_n_steps=2"]
+    for script, way in WAYS:
         of = Bucket.of(f"s3://bucket/runs/{script}")
-        tasks.append(task(f"straight-{script}", script))
-        half = ["num_train_steps=3", WHOLE, "checkpoint.save_every_n_steps=1", "evaluation.every_n_steps=2"]
-        for way in ("false", "true"):
-            into = [*nodes(f"{of}-{way}", folder, f"first-{script}-{way}"), f"checkpoint.async_save={way}"]
-            tasks.append(task(f"half-{script}-{way}", script, *half, *into))
-            then = nodes(f"{of}-{way}", folder, f"second-{script}-{way}")
-            tasks.append(task(f"half-{script}-{way}-on", script, *then, output=f"half-{script}-{way}"))
+        into = [*nodes(f"{of}-{way}", folder, f"first-{script}-{way}"), f"checkpoint.async_save={way}"]
+        tasks.append(task(f"half-{script}-{way}", script, *half, *into))
+        then = nodes(f"{of}-{way}", folder, f"second-{script}-{way}")
+        tasks.append(task(f"half-{script}-{way}-on", script, *then, output=f"half-{script}-{way}"))
     stopped = [*nodes("s3://bucket/runs/stopped", folder, "stopped"), "checkpoint.save_every_n_steps=100"]
     before = "sigusr1_to_rank_1_in_the_first_step"
     tasks.append(task("stopped", "train_fsdp2", *stopped, before=before, look=True))
@@ -364,16 +366,15 @@ def final_model(url):
     return load(Bucket.of(url).get("final_model/model.safetensors"))
 
 
-@pytest.mark.parametrize("way", ["false", "true"])
-@pytest.mark.parametrize("script", ["train_ddp", "train_fsdp2"])
+@pytest.mark.parametrize(("script", "way"), WAYS)
 def test_three_steps_and_three_are_six_through_a_bucket_that_fails(runs, script, way):
     """Bit for bit, on a node whose folder is empty."""
     _, folder = runs
     url = f"s3://bucket/runs/{script}-{way}"
-    straight = folder / f"straight-{script}/checkpoints/final_model/model.safetensors"
+    straight = folder / "straight/checkpoints/final_model/model.safetensors"
     assert_same(final_model(url), load(straight.read_bytes()))
     name = f"half-{script}-{way}"
-    assert column(folder, name, "train/loss") == column(folder, f"straight-{script}", "train/loss")
+    assert column(folder, name, "train/loss") == column(folder, "straight", "train/loss")
     assert complete(Bucket.of(url))[-1] == 6
     assert len(complete(Bucket.of(url))) <= 3  # two, and the best
     for rank in (0, 1):
@@ -409,7 +410,7 @@ def test_another_world_size_goes_on(runs, server, image_folder, tmp_path, size, 
     task = functools.partial(task_of, image_folder, tmp_path)
     run_tasks([task("half", "train_fsdp2", *half, *nodes(url, tmp_path, "a"))], nproc=size, folder=tmp_path / "one")
     run_tasks([task("half", "train_fsdp2", *nodes(url, tmp_path, "b"))], nproc=nproc, folder=tmp_path / "two")
-    straight = folder / "straight-train_fsdp2/checkpoints/final_model/model.safetensors"
+    straight = folder / "straight/checkpoints/final_model/model.safetensors"
     assert_same(final_model(url), load(straight.read_bytes()), 1e-5)
 
 
