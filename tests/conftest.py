@@ -515,7 +515,7 @@ def observed(image_folder, tmp_path_factory):
         for failure in WANDB_FAILURES:
             online = ["num_train_steps=3", "wandb.mode=online", f"wandb.init_args.name={failure}", unsaved]
             tasks.append(task(failure, "train_ddp", *online, before="stub_wandb", call="train_and_tell"))
-        window = ["profiler.trace=true", "profiler.first_step=3", "profiler.num_steps=2", unsaved]
+        window = ["profiler.trace=true", "profiler.first_step=3", "profiler.num_steps=2"]
         tasks.append(task("traced", "train_fsdp2", *window, "profiler.ranks=[1]"))
         tasks.append(
             task("untraced", "train_ddp", *window, "num_train_steps=7", "profiler.ranks=null", output="traced")
