@@ -106,17 +106,17 @@ def test_tensor_parallelism():
 
 
 def test_weights_that_stay_gathered_are_gathered_once():
-    trial, units = tried("train_fsdp2", "fsdp2.reshard_after_forward=false", "model.depth=4")
+    trial, units = tried("train_fsdp2", "fsdp2.reshard_after_forward=false", "model.depth=3")
     flat = [shape for unit in units for shape in unit]
-    assert trial.collectives[dry_run.Collective("all-gather", 8)] == (5, 4 * 8 * sharded(flat, 8))
+    assert trial.collectives[dry_run.Collective("all-gather", 8)] == (4, 4 * 8 * sharded(flat, 8))
     assert trial.memory["gathered weights"] == 4 * whole(flat)
 
 
 def test_the_last_blocks_stay_gathered():
     """A gather less for each, their weights in memory; one alone takes none, as two are gathered at a time."""
-    every, units = tried("train_fsdp2", "model.depth=5")
+    every, units = tried("train_fsdp2", "model.depth=4")
     for number in (1, 3):
-        trial, _ = tried("train_fsdp2", "model.depth=5", f"fsdp2.gathered_blocks={number}")
+        trial, _ = tried("train_fsdp2", "model.depth=4", f"fsdp2.gathered_blocks={number}")
         gather = dry_run.Collective("all-gather", 8)
         (count, size), (all_count, all_size) = trial.collectives[gather], every.collectives[gather]
         assert all_count - count == number
@@ -154,7 +154,7 @@ def test_activations_of_a_block():
     bytes_of_stream = 4 * 3 * 4 * 24  # 3 images' 4 tokens of width 24
 
     def a_block(*overrides):
-        kept = [tried("train_fsdp2", f"model.depth={depth}", *overrides)[0].memory for depth in (2, 3)]
+        kept = [tried("train_fsdp2", f"model.depth={depth}", *overrides)[0].memory for depth in (1, 2)]
         return (kept[1]["activations of a microbatch"] - kept[0]["activations of a microbatch"]) / bytes_of_stream
 
     assert a_block() == pytest.approx(16 + (2 + 2 + 3) / 24)
