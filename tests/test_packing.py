@@ -414,6 +414,32 @@ def test_gpu_kernel_in_bf16_is_the_reference_of_the_cpu(compiles):
 
 
 @pytest.mark.gpu
+def test_gpu_compiles_once_for_training_and_once_for_evaluations_of_any_length():
+    compiles_once_for_each("cuda")
+
+
+def compiles_once_for_each(device):
+    """A training step, evaluations of four lengths of rows, and both again: as the reference says, from two graphs."""
+    torch.compiler.reset()
+    reference = model_of(*WIDE, "model.global_pool=token", "model.class_token=true")
+    model = model_of(*WIDE, "model.global_pool=token", "model.class_token=true").to(device)
+    modeling.prepare_blocks(model, activation_checkpointing=False, compile=True)
+    images = images_of(reference, WIDE_GRIDS)
+    batches = [packed(reference, images, spare=spare) for spare in (0, 3, 8, 21, 80)]
+    batches = [dataclasses.replace(batch, longest=batches[-1].longest) for batch in batches]
+    graphs = torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    for _ in range(2):
+        for is_training, some in ((True, batches[-1:]), (False, batches[:-1])):
+            model.train(is_training)
+            with torch.set_grad_enabled(is_training), torch.autocast(device, torch.bfloat16):
+                for batch in some:
+                    got = model(batch.to(device)).detach().cpu().float()
+                    assert (got - reference(batch)).norm() / got.norm() < 3e-2
+    assert graphs["unique_graphs"] == 2
+
+
+@pytest.mark.gpu
 def test_gpu_in_float32_has_the_mask():
     model = model_of(*WIDE, "model.global_pool=avg")
     batch = packed(model, images_of(model, WIDE_GRIDS))
