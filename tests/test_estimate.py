@@ -321,7 +321,7 @@ def test_what_it_prints_starts(monkeypatch, capsys):
     """The printed command, tried on as many ranks as are meant."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")  # put back afterwards
-    of_noise = ["data=synthetic", "model=vit_tiny_patch16_224"]
+    of_noise = ["data=synthetic", "model=vit_tiny_patch16_224", "model.depth=2"]
     code, said = told(monkeypatch, capsys, "deit_b16", "--gpus", "20", "--price", "2", *of_noise)
     assert code == 0, said.err
     assert "20 x H200: 413,710 steps of 960 images" in said.out
