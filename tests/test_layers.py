@@ -1,6 +1,7 @@
 """Which module may import which, from the code's own imports: arrows point down only, and there is no circle."""
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -49,9 +50,10 @@ def modules(root):
     return {file.relative_to(root).with_suffix("").as_posix(): file for file in files}
 
 
-def imported(file, *, only_top=False):
-    """The dotted names that a file imports; with `only_top` those of its first level, not of its functions."""
-    tree = ast.parse(file.read_text())
+@functools.cache
+def imported(text, *, only_top=False):
+    """The dotted names that a file's text imports; with `only_top` those of its first level, not of its functions."""
+    tree = ast.parse(text)
     names = set()
     for node in tree.body if only_top else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -71,7 +73,7 @@ def arrows(root):
     known = modules(root)
     found = set()
     for name, file in known.items():
-        dotted = {each.replace(".", "/") for each in imported(file)}
+        dotted = {each.replace(".", "/") for each in imported(file.read_text())}
         found |= {(name, each) for each in dotted & known.keys() if each != name}
     return found
 
@@ -85,7 +87,8 @@ def forbidden(root):
             lines.append(f"{importer} imports {target}")
     lines += [f"{name} has no place in MAY_IMPORT" for name in modules(root) if room_of(name) not in MAY_IMPORT]
     for name, libraries in MUST_NOT_NEED.items():
-        needed = {each.split(".")[0] for each in imported(root / f"{name}.py", only_top=name == "runtime/preemption")}
+        names = imported((root / f"{name}.py").read_text(), only_top=name == "runtime/preemption")
+        needed = {each.split(".")[0] for each in names}
         lines += [f"{name} imports {library}" for library in sorted(libraries & needed)]
     return lines + [f"a circle: {' -> '.join(path)}" for path in circles(arrows(root))]
 
