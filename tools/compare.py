@@ -56,7 +56,7 @@ from input_pipeline.image_folders import Folder
 from interop.models import TimmModel
 from interop.weights_out import timm_arguments
 from runtime import process_group
-from schema import Config, ConfigError, RunError, pair, peak_lr
+from schema import LATER_OPTIONS, Config, ConfigError, RunError, pair, peak_lr
 
 # What this loop can honour one value of.
 ONLY: str = """
@@ -67,6 +67,8 @@ ONLY: str = """
     profiler.trace=false profiler.memory_snapshot=false optimizer.state_dtype=fp32
     distillation.shard_teacher=false data.packing.enabled=false
 """
+# Of a model's newer options, those that timm's VisionTransformer has itself; others are of its Eva or of other blocks.
+VISION_TRANSFORMERS = ("scale_attn_norm", "scale_mlp_norm", "final_norm", "dynamic_img_size", "distilled")
 
 
 def check(cfg: Config) -> None:
@@ -84,6 +86,8 @@ def check(cfg: Config) -> None:
         )
     side, policy = max(pair(cfg.model.img_size)), cfg.data.auto_augment
     wanted = dict(item.split("=") for item in ONLY.split())
+    others = {key: value for key, value in LATER_OPTIONS.items() if key not in VISION_TRANSFORMERS}
+    wanted |= {f"model.{key}": json.dumps(value).strip('"') for key, value in others.items()}
     if cfg.model.implementation == "hf":
         wanted["model.implementation"] = "timm"
     if pair(cfg.model.img_size) != (side, side):  # timm's evaluation keeps the image's proportions, ours does not
