@@ -129,10 +129,14 @@ class Teacher:
         """Images (B, C, Y, X) as the student gets them, normalised and mixed."""
         if not self.is_as_is:
             images = images * self.scale + self.shift
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16"):
+            return self.answers(images).float()
+
+    def answers(self, images: torch.Tensor) -> torch.Tensor:
+        """The model's logits, in the student's order of classes, for images of its own mean and deviation."""
         if self.size is not None:
             images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16"):
-            logits = self.model(images).float()
+        logits = self.model(images)
         return logits if self.order is None else logits[:, self.order]
 
     def try_out(self) -> None:

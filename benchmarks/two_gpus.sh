@@ -28,16 +28,17 @@ strategies() {
     echo "$name: code $?, $(grep -c '^{' "$files/$name.log") rows" | tee -a "$files/summary.txt"
 }
 
-# until_line LOG PATTERN SECONDS COMMAND: start it, and kill it when its log has the line; at its end it would save again
+# until_line LOG PATTERN SECONDS COMMAND: start it, and kill it when its log has the line; at its end it would save again.
+# The command's last argument is the run's output_dir, by which its processes are known.
 until_line() {
-    local log=$1 pattern=$2 limit=$3 began=$SECONDS
+    local log=$1 pattern=$2 limit=$3 began=$SECONDS output=${*: -1}
     shift 3
     setsid "$@" >"$log" 2>&1 &
     local process=$!
     until grep -qE "$pattern" "$log" || ((SECONDS - began > limit)) || ! kill -0 $process 2>/dev/null; do sleep 0.2; done
     kill -9 -- -$process 2>/dev/null
     for of in /proc/[0-9]*; do # ranks, which have sessions of their own
-        grep -qs train_fsdp2 "$of/cmdline" && kill -9 "${of#/proc/}" 2>/dev/null
+        grep -qsF -- "$output" "$of/cmdline" && kill -9 "${of#/proc/}" 2>/dev/null
     done
     wait $process 2>/dev/null
     grep -qE "$pattern" "$log"
@@ -60,8 +61,11 @@ fast) # two GPUs, then each alone, which is what twice one GPU would be
     half=$(($(nproc) / 2)) # of the cores for each: loaders of two runs on all of them keep both runs from their cores
     for gpu in 0 1; do
         [ $gpu = 0 ] && mine="large_patch16:128 large_patch16:256" || mine="huge_patch14:64 base_patch16:512"
-        CUDA_VISIBLE_DEVICES=$gpu taskset -cp $((gpu * half))-$((gpu * half + half - 1)) $BASHPID >/dev/null &&
-            CUDA_VISIBLE_DEVICES=$gpu strategies one_te_$gpu 90 1 --sizes $mine --variants "BF16|delayed" --scripts train_ddp &
+        (
+            taskset -cp $((gpu * half))-$((gpu * half + half - 1)) $BASHPID >/dev/null
+            export CUDA_VISIBLE_DEVICES=$gpu
+            strategies one_te_$gpu 90 1 --sizes $mine --variants "BF16|delayed" --scripts train_ddp
+        ) &
     done
     wait
     CUDA_VISIBLE_DEVICES=0 strategies one_compiled 60 1 --sizes large_patch16:128 --variants compiled --scripts train_ddp

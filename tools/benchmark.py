@@ -306,7 +306,7 @@ def strategies(args: argparse.Namespace) -> dict[str, Any]:
 
     meta, rate, rows = provenance(), peers.gemm_rate(int(os.environ.get("LOCAL_RANK", "0"))), []
     ranks, is_main = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
-    variants = [name for name in peers.OURS if re.search(args.variants, name)]
+    variants, folder = [name for name in peers.OURS if re.search(args.variants, name)], args.output.with_suffix(".run")
     work = [*itertools.product(args.sizes, variants, args.scripts)]
     # Last, because DeepSpeed keeps the process group that it makes.
     work += itertools.product(args.sizes, [name for name in peers.SHARDED_PEER if re.search(args.variants, name)], [""])
@@ -315,7 +315,6 @@ def strategies(args: argparse.Namespace) -> dict[str, Any]:
         images = int(batch or SIZES[name])
         row: dict[str, Any] = {"model": name, "images_a_gpu": images, "gpus": ranks, "variant": variant}
         if script:
-            folder = args.output.absolute().with_suffix(".run")
             row |= {"script": script}
             row |= peers.time_entrypoint(name, images, None, variant, script, args.steps, folder, ranks)
         else:
@@ -329,7 +328,7 @@ def strategies(args: argparse.Namespace) -> dict[str, Any]:
             print(json.dumps(row), flush=True)
             # What there is so far, should the next one fail.
             write(args.output, {"gemm_tflops": round(rate, 1), "rows": rows}, meta)
-            shutil.rmtree(args.output.absolute().with_suffix(".run"), ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
     return {"gemm_tflops": round(rate, 1), "rows": rows}
 
 

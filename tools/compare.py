@@ -183,14 +183,11 @@ class _Teacher(nn.Module):
 
     def __init__(self, teacher: distillation.Teacher) -> None:
         super().__init__()
-        self.model, self.size, self.order = teacher.model, teacher.size, teacher.order
+        self.model, self.answers = teacher.model, teacher.answers
         self.pretrained_cfg = resolve_model_data_config(teacher.model)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if self.size is not None:
-            images = F.interpolate(images, self.size, mode="bicubic", antialias=True)
-        answers = self.model(images)
-        return answers if self.order is None else answers[:, self.order]
+        return self.answers(images)
 
 
 def build_teacher(cfg: Config, device: torch.device) -> _Teacher:

@@ -84,7 +84,10 @@ def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def gemm_rate(gpu: int = 0) -> float:
-    """TFLOP/s of an 8192-cubed BF16 matrix product on random data: what this very card can do."""
+    """TFLOP/s of an 8192-cubed BF16 matrix product on random data: what this very card can do.
+
+    `gpu` is from then on the one that this process uses.
+    """
     torch.cuda.set_device(gpu)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
