@@ -42,6 +42,9 @@ CPU_SCRIPTS = SCRIPTS[:2]  # Megatron-FSDP needs a GPU
 ROOT = Path(__file__).resolve().parent.parent
 quick_hydra.install()
 torch.set_num_threads(1)  # as torchrun does: the same sums in every process
+# A fork's first call makes torch's pool of threads anew, and two at once may find none there: "Invalid thread pool!".
+# Left alone, the first call is made by the threads of autograd, all at the same time.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 for number in (signal.SIGINT, signal.SIGHUP):  # a shell's background and nohup ignore them; tests send them to runs
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
