@@ -33,8 +33,11 @@ def keys_of(file):
     ("primary", "model"),
     [
         *((primary, None) for primary in PRIMARY),
-        *((primary, "vit_tiny_patch16_224") for primary in PRIMARY),
-        *(pytest.param(primary, "vit_10b_patch14_224", marks=pytest.mark.slow) for primary in PRIMARY),
+        *(
+            pytest.param(primary, model, marks=pytest.mark.slow)
+            for primary in PRIMARY
+            for model in ("vit_tiny_patch16_224", "vit_10b_patch14_224")
+        ),
         *(("vit_base_patch16_224", model) for model in MODELS if model.startswith("vit")),
     ],
 )

@@ -263,12 +263,12 @@ def test_average_is_timms(use_warmup):
 
 @pytest.fixture(scope="module")
 def runs(image_folder, tmp_path_factory):
-    """A function without a use for its argument -> (outcomes, folder)."""
+    """A function: one that makes tasks -> (outcomes, folder)."""
 
     @started_once
-    def start(_):
+    def start(tasks_of):
         folder = tmp_path_factory.mktemp("optim")
-        return run_tasks(_tasks(image_folder, folder), nproc=2, folder=folder), folder
+        return run_tasks(tasks_of(image_folder, folder), nproc=2, folder=folder), folder
 
     return start
 
@@ -307,14 +307,6 @@ def _tasks(image_folder, folder):
         tasks.append(task(f"probe-{script}", script, *probe, before="pretend_a_peak"))
         options = [*fixed, no_model, "activation_checkpointing=true"]
         tasks.append(task(f"fixed-{script}", script, *options, before="pretend_a_peak"))
-        more = ["model.class_token=true", "model.reg_tokens=1", "model.init_values=0.1", "model.qk_norm=true"]
-        tasks.append(task(f"timm-{script}", script, *more, "model.implementation=timm"))
-        paper = ["model.class_token=true", "model.global_pool=token"]
-        tasks.append(task(f"hf-{script}", script, *paper, "model.implementation=hf"))
-    tasks.append(task("ours", "train_ddp", *more))
-    tasks.append(task("ours-paper", "train_ddp", *paper))
-    tasks.append(task("timm-half", "train_fsdp2", *more, *HALF, "model.implementation=timm", output="timm-chain"))
-    tasks.append(task("timm-chain", "train_ddp", *more, output="timm-chain"))
     hidden = ["model.representation_size=16", "checkpoint.save_final_model=false", "num_train_steps=1"]
     hidden += ["model.class_token=true", "model.global_pool=token"]
     tasks.append(task("hidden", "train_ddp", *hidden))
@@ -322,6 +314,19 @@ def _tasks(image_folder, folder):
     tune = [*OPTIMIZERS["sgd"], "model.img_size=24", "model.class_token=true"]
     tune += [f"checkpoint.init_from={folder}/fixed-train_ddp/checkpoints", "num_train_steps=1", "optimizer.lr=1e-30"]
     tasks.append(task("tuned", "train_fsdp2", *tune))
+    return tasks
+
+
+def _tasks_of_libraries(image_folder, folder):
+    task = functools.partial(task_of, image_folder, folder)
+    more = ["model.class_token=true", "model.reg_tokens=1", "model.init_values=0.1", "model.qk_norm=true"]
+    paper = ["model.class_token=true", "model.global_pool=token"]
+    tasks = [task("ours", "train_ddp", *more), task("ours-paper", "train_ddp", *paper)]
+    for script in CPU_SCRIPTS:
+        tasks.append(task(f"timm-{script}", script, *more, "model.implementation=timm"))
+        tasks.append(task(f"hf-{script}", script, *paper, "model.implementation=hf"))
+    tasks.append(task("timm-half", "train_fsdp2", *more, *HALF, "model.implementation=timm", output="timm-chain"))
+    tasks.append(task("timm-chain", "train_ddp", *more, output="timm-chain"))
     return tasks
 
 
@@ -384,7 +389,7 @@ def torch_loop(image_folder, name, *, ema=False):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_equal_their_reference(runs, image_folder, name, script):
     """Two ranks, weights whole and cut in two: LAMB's norms and Muon's matrices are whole, the gradient is the mean."""
-    _, folder = runs(0)
+    _, folder = runs(_tasks)
     losses, final, _, _ = torch_loop(image_folder, name)
     assert column(folder, f"{name}-{script}", "train/loss") == pytest.approx(losses, abs=1e-5)
     # Muon rounds its updates to bfloat16, and where sums differ in their last bits some of them to the next value.
@@ -394,7 +399,7 @@ def test_optimizers_equal_their_reference(runs, image_folder, name, script):
 @pytest.mark.parametrize("name", ["sgd", "lamb", "muon"])
 def test_optimizers_resume_bit_for_bit(runs, name):
     """Three steps under DDP and three under FSDP2 are six."""
-    _, folder = runs(0)
+    _, folder = runs(_tasks)
     assert_same(weights(folder, f"{name}-chain"), weights(folder, f"{name}-train_fsdp2"))
     for key in ("train/loss", "train/lr", "train/grad_norm"):
         assert column(folder, f"{name}-chain", key) == column(folder, f"{name}-train_ddp", key)
@@ -402,12 +407,12 @@ def test_optimizers_resume_bit_for_bit(runs, name):
 
 def test_accumulated_gradients_are_the_mean(runs):
     """SGD's step, unlike AdamW's, grows with the gradient: four microbatches are one batch."""
-    _, folder = runs(0)
+    _, folder = runs(_tasks)
     assert_same(weights(folder, "sgd-accumulated"), weights(folder, "sgd-train_ddp"), 1e-6)
 
 
 def test_another_optimizers_checkpoint_is_refused(runs):
-    outcomes, _ = runs(0)
+    outcomes, _ = runs(_tasks)
     for rank in outcomes["sgd-resumes-adamw"]:
         assert "optimizer.name=adamw, not sgd" in rank["error"]
 
@@ -430,7 +435,7 @@ def state_types(folder, name, step=6):
 
 def test_a_resume_with_bf16_moments_goes_on_in_the_same_digits(runs):
     """From DDP to FSDP2, which has the same digits."""
-    _, folder = runs(0)
+    _, folder = runs(_tasks)
     assert column(folder, "bf16-chain", "train/loss") == column(folder, "bf16-train_ddp", "train/loss")
     assert_same(weights(folder, "bf16-chain"), weights(folder, "bf16-train_ddp"))
     assert state_types(folder, "bf16-chain") == {torch.bfloat16}
@@ -440,7 +445,7 @@ def test_a_resume_with_bf16_moments_goes_on_in_the_same_digits(runs):
     ("name", "into"), [("to-bf16", torch.bfloat16), ("from-bf16", torch.float32)], ids=["to", "from"]
 )
 def test_moments_are_converted_at_a_resume(runs, name, into):
-    _, folder = runs(0)
+    _, folder = runs(_tasks)
     other = {torch.bfloat16: torch.float32, torch.float32: torch.bfloat16}[into]
     assert state_types(folder, name, 3) == {other}
     assert state_types(folder, name) == {into}
@@ -452,7 +457,7 @@ def test_moments_are_converted_at_a_resume(runs, name, into):
 @pytest.mark.parametrize("name", ["ema-train_ddp", "ema-train_fsdp2", "ema-zero2", "ema-gathered"])
 def test_averages_equal_timms(runs, image_folder, name):
     """Saved, evaluated beside the weights, which are untouched by it, and exported."""
-    _, folder = runs(0)
+    _, folder = runs(_tasks)
     _, _, average, validation = torch_loop(image_folder, "plain", ema=True)
     assert_same(stored(folder, name, 6, "ema"), average, 2e-5)
     assert column(folder, name, "val/ema_loss") == pytest.approx(validation, abs=1e-5)
@@ -466,7 +471,7 @@ def test_averages_equal_timms(runs, image_folder, name):
 
 def test_what_is_made_of_a_checkpoint_is_made_of_its_average(runs, tmp_path):
     """Fine-tuning and exports; the weights themselves where they are asked for."""
-    _, folder = runs(0)
+    _, folder = runs(_tasks)
     at = folder / "ema-train_ddp/checkpoints/step_00000006"
     average, raw = (stored(folder, "ema-train_ddp", 6, part) for part in ("ema", "model"))
     source = read(str(at.parent))
@@ -483,7 +488,7 @@ def test_what_is_made_of_a_checkpoint_is_made_of_its_average(runs, tmp_path):
 
 
 def test_averages_resume_bit_for_bit(runs):
-    _, folder = runs(0)
+    _, folder = runs(_tasks)
     for part in ("ema", "model", "optim"):
         assert_same(stored(folder, "ema-chain", 6, part), stored(folder, "ema-train_ddp", 6, part))
     for key in ("val/ema_loss", "val/loss", "train/loss"):
@@ -491,7 +496,7 @@ def test_averages_resume_bit_for_bit(runs):
 
 
 def test_averaging_may_begin_and_end_with_a_resume(runs):
-    _, folder = runs(0)
+    _, folder = runs(_tasks)
     assert "has no moving average: it starts at the weights of step 3" in (folder / "ema-later/train.log").read_text()
     assert_same(stored(folder, "ema-later", 6, "model"), weights(folder, "without"))
     assert "val/ema_loss" not in read_metrics(folder / "ema-later")[3]
@@ -503,7 +508,7 @@ def test_averaging_may_begin_and_end_with_a_resume(runs):
 
 @pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_mfu_counts_no_backward_pass_that_a_probe_has_not(runs, script):
-    _, folder = runs(0)
+    _, folder = runs(_tasks)
     for name, passes in (("probe", 1), ("fixed", 3)):
         options = yaml.safe_load((folder / f"{name}-{script}/config.yaml").read_text())["model"]
         given = [f"model.{key}={json.dumps(value)}" for key, value in options.items()]
@@ -518,7 +523,7 @@ def test_mfu_counts_no_backward_pass_that_a_probe_has_not(runs, script):
 @pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_a_linear_probe_trains_its_head_alone(runs, script):
     """And saves the rest all the same, as it was drawn."""
-    _, folder = runs(0)
+    _, folder = runs(_tasks)
     cfg = tiny_config()
     start = VisionTransformer(cfg.model)
     start.init_weights(cfg.seed)
@@ -534,7 +539,7 @@ def test_a_linear_probe_trains_its_head_alone(runs, script):
 
 @pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_sincos_positions_stay_and_are_saved(runs, script):
-    _, folder = runs(0)
+    _, folder = runs(_tasks)
     cfg = tiny_config("model.pos_embed=sincos", "model.class_token=true")
     start = VisionTransformer(cfg.model)
     start.init_weights(cfg.seed)
@@ -547,7 +552,7 @@ def test_sincos_positions_stay_and_are_saved(runs, script):
 
 def test_fine_tuning_leaves_the_hidden_layer_of_the_head_behind(runs):
     """And draws the head anew, also for the same number of classes: it stood on other features."""
-    _, folder = runs(0)
+    _, folder = runs(_tasks)
     assert "drawn anew: head.weight, head.bias" in (folder / "tuned/train.log").read_text()
     tuned, raw = weights(folder, "tuned"), stored(folder, "fixed-train_ddp", 6, "model")
     assert tuned["head.weight"].shape == (6, 24)
@@ -555,10 +560,11 @@ def test_fine_tuning_leaves_the_hidden_layer_of_the_head_behind(runs):
     torch.testing.assert_close(tuned["blocks.0.attn.qkv.weight"], raw["blocks.0.attn.qkv.weight"], rtol=0, atol=1e-20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_hugging_faces_model_trains_as_ours(runs, script):
     """Hugging Face's own from the same start: the same curve, and an export under timm's names."""
-    _, folder = runs(0)
+    _, folder = runs(_tasks_of_libraries)
     for key in ("train/loss", "train/grad_norm"):
         ours, theirs = (column(folder, name, key) for name in ("ours-paper", f"hf-{script}"))
         assert theirs == pytest.approx(ours, abs=1e-5)
@@ -571,10 +577,11 @@ def test_hugging_faces_model_trains_as_ours(runs, script):
     assert model.flops_per_image() == VisionTransformer(cfg).flops_per_image()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_timms_model_trains_as_ours(runs, script):
     """timm's own model from the same start: the same curve, checkpoint and export, which ours goes on with."""
-    _, folder = runs(0)
+    _, folder = runs(_tasks_of_libraries)
     for key in ("train/loss", "train/grad_norm"):
         ours, theirs = (column(folder, name, key) for name in ("ours", f"timm-{script}"))
         assert theirs == pytest.approx(ours, abs=1e-5)

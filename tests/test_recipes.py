@@ -28,6 +28,12 @@ SECOND = {  # configs that begin with what another one left
 NAMES = sorted(
     (file.stem for file in (ROOT / "config").glob("*.yaml") if file.stem != "defaults"), key=lambda n: (n in SECOND, n)
 )
+# Once shrunk, these differ from another one in next to nothing.
+LIKE_ANOTHER = [
+    name
+    for name in NAMES
+    if re.match(r"deit3_[lhs]1|deit_(small|tiny)|bigvision_s16_300|vit_10b|vit_gig|vit_te_(huge|large)", name)
+]
 SHRUNK = [
     *(override for override in TINY if override.startswith("model.")),
     "model.transformer_engine=false",  # which needs CUDA
@@ -44,14 +50,14 @@ SHRUNK = [
 
 @pytest.fixture(scope="module")
 def runs(image_folder, tmp_path_factory):
-    """A function without a use for its argument -> (outcomes, folder)."""
+    """A function: of LIKE_ANOTHER or of the others -> (outcomes, folder)."""
 
     @started_once
-    def start(_):
+    def start(are_like_another):
         folder = tmp_path_factory.mktemp("recipes")
         teacher = write_teacher(folder / "teacher")
         tasks = []
-        for i, name in enumerate(NAMES):
+        for i, name in enumerate(n for n in NAMES if (n in LIKE_ANOTHER) == are_like_another):
             overrides = [*SHRUNK, f"data.path={image_folder}", f"output_dir={folder / name}"]
             if name in SECOND:
                 overrides.append(f"checkpoint.init_from={folder / SECOND[name]}/checkpoints")
@@ -65,9 +71,11 @@ def runs(image_folder, tmp_path_factory):
     return start
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_ANOTHER)) for name in NAMES]
+)
 def test_two_steps(runs, name):
-    outcomes, folder = runs(0)
+    outcomes, folder = runs(name in LIKE_ANOTHER)
     for rank in outcomes[name]:
         assert "error" not in rank, rank["error"]
         assert rank["metrics"]["train/loss"] > 0

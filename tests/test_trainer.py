@@ -49,11 +49,13 @@ def nproc(request):
 
 @pytest.fixture(scope="module")
 def runs(image_folder, tmp_path_factory):
-    """A function: world size -> (outcomes of all tasks, folder); each world size is started once."""
+    """A function: world size, or "memory" -> (outcomes of all tasks, folder); each is started once."""
 
     @functools.cache
     def start(nproc):
         folder = tmp_path_factory.mktemp(f"world_{nproc}")
+        if nproc == "memory":
+            return run_tasks(_tasks_of_memory(image_folder, folder), nproc=2, folder=folder), folder
         return run_tasks(_tasks(nproc, image_folder, folder), nproc=nproc, folder=folder), folder
 
     return start
@@ -99,14 +101,23 @@ def _tasks(nproc, image_folder, folder):
         tasks.append(task("afresh", "train_ddp", "checkpoint.resume_from_checkpoint=false"))
         bf16 = ["precision=bf16", "num_train_steps=3", "checkpoint.save_final_model=false"]
         tasks += [task(f"bf16-{script}", script, *bf16) for script in CPU_SCRIPTS]
-        tasks.append(task("recompute", "train_fsdp2", "activation_checkpointing=true"))
-        for script in CPU_SCRIPTS:
-            selective = ["activation_checkpointing=selective"]
-            tasks.append(task(f"selective-{script}", script, *selective))
-        tasks.append(task("hsdp", "train_fsdp2", "distributed.dp_outer=2"))
-        tasks.append(task("gathered", "train_fsdp2", "fsdp2.gathered_blocks=1"))
-        tasks.append(task("zero2", "train_fsdp2", "fsdp2.reshard_after_forward=false"))
     return tasks
+
+
+OF_MEMORY = {
+    "recompute-train_ddp": ["activation_checkpointing=true"],
+    "recompute-train_fsdp2": ["activation_checkpointing=true"],
+    "selective-train_ddp": ["activation_checkpointing=selective"],
+    "selective-train_fsdp2": ["activation_checkpointing=selective"],
+    "hsdp-train_fsdp2": ["distributed.dp_outer=2"],
+    "gathered-train_fsdp2": ["fsdp2.gathered_blocks=1"],
+    "zero2-train_fsdp2": ["fsdp2.reshard_after_forward=false"],
+}
+
+
+def _tasks_of_memory(image_folder, folder):
+    names = {"straight-train_ddp": [], **OF_MEMORY}
+    return [task_of(image_folder, folder, name, name.split("-")[1], *options) for name, options in names.items()]
 
 
 @pytest.fixture(scope="module")
@@ -271,13 +282,12 @@ def test_bf16_keeps_weights_and_moments_in_float32(runs, script):
     assert losses != exact
 
 
-@pytest.mark.parametrize(
-    "variant", ["recompute", "selective-train_ddp", "selective-train_fsdp2", "hsdp", "gathered", "zero2"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", OF_MEMORY)
 def test_options_of_memory_change_no_number(runs, variant):
     """Recomputation, replicas and resharding: the same six steps."""
-    _, folder = runs(2)
-    assert_same(weights(folder, variant), weights(folder, "straight-0"), atol=1e-6)
+    _, folder = runs("memory")
+    assert_same(weights(folder, variant), weights(folder, "straight-train_ddp"), atol=1e-6)
 
 
 # What is seldom meant

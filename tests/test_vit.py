@@ -415,11 +415,13 @@ def starts():
     return starts_of(INIT)
 
 
-def starts_of(overrides):
-    """Name -> our values and timm's, each of 20 starts in one row."""
+def starts_of(overrides, count=20):
+    """Name -> our values and timm's, each of `count` starts in one row."""
     cfg = small(overrides)
     torch.manual_seed(0)
-    sides = [[f(seed).state_dict() for seed in range(20)] for f in (lambda s: drawn(cfg, s), lambda _: timm_twin(cfg))]
+    sides = [
+        [f(seed).state_dict() for seed in range(count)] for f in (lambda s: drawn(cfg, s), lambda _: timm_twin(cfg))
+    ]
     return {name: [torch.stack([s[name] for s in side]).flatten(1) for side in sides] for name in sides[0][0]}
 
 
@@ -438,7 +440,7 @@ def test_starts_are_distributed_as_timms(starts):
     ],
 )
 def test_other_architectures_start_as_timms(overrides):
-    starts = starts_of(overrides)
+    starts = starts_of(overrides, 8)
     if "rel_pos_type" in overrides:  # of which timm draws the head's biases, too; ours are init_head_bias
         assert (starts.pop("head.bias")[0] == 0).all()
     assert_same_distributions(starts)
@@ -832,9 +834,17 @@ SOME_BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize("activation_checkpointing", [False, "selective", True])
+OTHERS_TO_COMPILE = ["drop_path_rate=0.1 init_values=0.1", ROPES["dinov3"], ROPES["eva02"], *SOME_BLOCKS]
+WITH_OTHERS = itertools.product(OTHERS_TO_COMPILE, ("selective", True))
+
+
 @pytest.mark.parametrize(
-    "overrides", ["", "drop_path_rate=0.1 init_values=0.1", ROPES["dinov3"], ROPES["eva02"], *SOME_BLOCKS]
+    ("overrides", "activation_checkpointing"),
+    [
+        *itertools.product([""], (False, "selective", True)),
+        *((overrides, False) for overrides in OTHERS_TO_COMPILE),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in WITH_OTHERS),
+    ],
 )
 def test_compiling_reaches_every_block(monkeypatch, overrides, activation_checkpointing):
     """What differs from block to block makes torch compile anew, until it runs the ninth and later ones uncompiled."""
