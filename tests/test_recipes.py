@@ -197,7 +197,7 @@ def test_overrides_apply_to_both_names(capsys):
 
 @pytest.mark.parametrize("name", ["deit_b16", "vit_b16_finetune_384"])
 def test_diff_with_a_run(capsys, runs, image_folder, name):
-    run = runs(0)[1] / name
+    run = runs(False)[1] / name
     written = yaml.safe_load((run / "config.yaml").read_text())
     overrides = [*SHRUNK, f"data.path={image_folder}", f"output_dir={run}", "seed=5"]
     overrides += [f"checkpoint.init_from={written['checkpoint']['init_from'] or 'null'}"]

@@ -31,7 +31,7 @@ def test_every_name_has_timms_tensors(expressed):
     """In timm's widths, two blocks deep."""
     for name in expressed:
         cfg, sizes = timm_names.shallow(timm_names.config_of(name))
-        with torch.device("meta"):
+        with timm_names.on_meta():
             ours = VisionTransformer(cfg)
             theirs = timm.create_model(name, num_classes=cfg.num_classes, **sizes)
         found, wanted = ({key: value.shape for key, value in m.state_dict().items()} for m in (ours, theirs))

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from unittest import mock
 
 import pytest
 import timm
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from conftest import assert_same
 from timm.layers import calculate_drop_path_rates, lecun_normal_
 from timm.models.vision_transformer import VisionTransformer as TimmViT
+from timm_names import on_meta
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -582,13 +582,8 @@ def test_every_module_resets_its_own_parameters():
 MODEL_CONFIGS = sorted(path.stem for path in (launch.PROJECT_DIR / "config/model").glob("*.yaml"))
 
 
-# What a start is drawn with: on the meta device each takes milliseconds of Python, for nothing.
-DRAWS = ("uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_")
-
-
 def count(build):
-    nothing = dict.fromkeys(DRAWS, lambda tensor, *args, **options: tensor)
-    with torch.device("meta"), mock.patch.multiple(torch.Tensor, **nothing):
+    with on_meta():
         return sum(p.numel() for p in build().parameters())
 
 

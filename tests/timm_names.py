@@ -2,8 +2,12 @@
 
 import launch
 
+import contextlib
 import functools
 from dataclasses import replace
+from unittest import mock
+
+import torch
 
 from interop.timm_models import arguments_of
 
@@ -37,6 +41,18 @@ def shallow(cfg):
     if isinstance(cfg.num_kv_heads, tuple):
         sizes["num_kv_heads"] = cfg.num_kv_heads[-2:]
     return replace(cfg, **sizes), sizes
+
+
+# What a start is drawn with: on the meta device each takes milliseconds of Python, for nothing.
+DRAWS = ("uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_")
+
+
+@contextlib.contextmanager
+def on_meta():
+    """Models that are built inside have shapes alone."""
+    nothing = dict.fromkeys(DRAWS, lambda tensor, *args, **options: tensor)
+    with torch.device("meta"), mock.patch.multiple(torch.Tensor, **nothing):
+        yield
 
 
 def architecture(cfg):
