@@ -86,15 +86,16 @@ ON_GPU = [
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Processes of a test run: one for GPUs and Slurm, of which there is one set, and for a file or two; else two.
+    """Processes of a test run: one for GPUs and Slurm, of which there is one set, and for a file or two.
 
-    On many cores more, but tests start processes of their own.
+    For slow tests two: they start processes of their own, with deadlines. Else three, as some wait more than they
+    compute. On many cores more.
     """
     asked_for = re.sub(r"not \w+", "", config.option.markexpr)
     named = [argument.split("::")[0] for argument in config.args]
     if re.search("gpu|slurm", asked_for) or (len(set(named)) < 3 and all(name.endswith(".py") for name in named)):
         return 0
-    return max(2, min(8, (os.cpu_count() or 1) // 2))
+    return max(2 if "slow" in asked_for else 3, min(8, (os.cpu_count() or 1) // 2))
 
 
 def pytest_collection_finish():

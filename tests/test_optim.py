@@ -33,7 +33,6 @@ from timm.optim import param_groups_layer_decay
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, load
-from transformers import ViTForImageClassification
 
 import optim
 import schema
@@ -564,6 +563,8 @@ def test_fine_tuning_leaves_the_hidden_layer_of_the_head_behind(runs):
 @pytest.mark.parametrize("script", CPU_SCRIPTS)
 def test_hugging_faces_model_trains_as_ours(runs, script):
     """Hugging Face's own from the same start: the same curve, and an export under timm's names."""
+    from transformers import ViTForImageClassification  # two seconds
+
     _, folder = runs(_tasks_of_libraries)
     for key in ("train/loss", "train/grad_norm"):
         ours, theirs = (column(folder, name, key) for name in ("ours-paper", f"hf-{script}"))
