@@ -53,7 +53,10 @@ def folder(image_folder, tmp_path_factory):
 @pytest.mark.parametrize("first", SCRIPTS)
 @pytest.mark.parametrize("second", SCRIPTS)
 def test_a_resume_on_another_number_of_gpus_goes_on(folder, block, first, second):
-    """1 -> 2 -> 1: the loss and the gradient norm of the run that nobody stopped, to BF16's and FP8's noise."""
+    """1 -> 2 -> 1: the loss and the gradient norm of the run that nobody stopped, to BF16's and FP8's noise.
+
+    Without the optimizer's moments after a resume, losses in BF16 are off by 0.03 (on a CPU, plain blocks).
+    """
     name = f"{block}-{first}-{second}"
     want = column(folder, block, "train/loss")
     assert len(want) == STOPS[-1]
