@@ -22,6 +22,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import quick_hydra
 import torch
@@ -280,9 +281,9 @@ def train_and_tell(cfg):
     import train_ddp
     from observability import trackers
 
-    trackers.PATIENCE = 0.5
     start = time.monotonic()
-    train_ddp.main(cfg)
+    with mock.patch.object(trackers, "PATIENCE", 0.5):  # for this run alone: real wandb may take longer
+        train_ddp.main(cfg)
     loaded = [name for name in ("wandb", "tensorboard", "torch.utils.tensorboard") if name in sys.modules]
     return {"seconds": time.monotonic() - start, "loaded": loaded}
 
