@@ -49,13 +49,11 @@ def nproc(request):
 
 @pytest.fixture(scope="module")
 def runs(image_folder, tmp_path_factory):
-    """A function: world size, or "memory" -> (outcomes of all tasks, folder); each is started once."""
+    """A function: world size -> (outcomes of all tasks, folder); each world size is started once."""
 
     @functools.cache
     def start(nproc):
         folder = tmp_path_factory.mktemp(f"world_{nproc}")
-        if nproc == "memory":
-            return run_tasks(_tasks_of_memory(image_folder, folder), nproc=2, folder=folder), folder
         return run_tasks(_tasks(nproc, image_folder, folder), nproc=nproc, folder=folder), folder
 
     return start
@@ -115,9 +113,14 @@ OF_MEMORY = {
 }
 
 
-def _tasks_of_memory(image_folder, folder):
+@pytest.fixture(scope="module")
+def of_memory(image_folder, tmp_path_factory):
+    """The folder of runs of two processes, one for each name in OF_MEMORY and one without such options."""
+    folder = tmp_path_factory.mktemp("of_memory")
     names = {"straight-train_ddp": [], **OF_MEMORY}
-    return [task_of(image_folder, folder, name, name.split("-")[1], *options) for name, options in names.items()]
+    tasks = [task_of(image_folder, folder, name, name.split("-")[1], *options) for name, options in names.items()]
+    run_tasks(tasks, nproc=2, folder=folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -284,10 +287,9 @@ def test_bf16_keeps_weights_and_moments_in_float32(runs, script):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", OF_MEMORY)
-def test_options_of_memory_change_no_number(runs, variant):
+def test_options_of_memory_change_no_number(of_memory, variant):
     """Recomputation, replicas and resharding: the same six steps."""
-    _, folder = runs("memory")
-    assert_same(weights(folder, variant), weights(folder, "straight-train_ddp"), atol=1e-6)
+    assert_same(weights(of_memory, variant), weights(of_memory, "straight-train_ddp"), atol=1e-6)
 
 
 # What is seldom meant

@@ -829,16 +829,14 @@ SOME_BLOCKS = [
 ]
 
 
-OTHERS_TO_COMPILE = ["drop_path_rate=0.1 init_values=0.1", ROPES["dinov3"], ROPES["eva02"], *SOME_BLOCKS]
-WITH_OTHERS = itertools.product(OTHERS_TO_COMPILE, ("selective", True))
+TO_COMPILE = ["", "drop_path_rate=0.1 init_values=0.1", ROPES["dinov3"], ROPES["eva02"], *SOME_BLOCKS]
 
 
 @pytest.mark.parametrize(
     ("overrides", "activation_checkpointing"),
     [
-        *itertools.product([""], (False, "selective", True)),
-        *((overrides, False) for overrides in OTHERS_TO_COMPILE),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in WITH_OTHERS),
+        pytest.param(overrides, way, marks=[pytest.mark.slow] if overrides and way else [])
+        for overrides, way in itertools.product(TO_COMPILE, (False, "selective", True))
     ],
 )
 def test_compiling_reaches_every_block(monkeypatch, overrides, activation_checkpointing):
