@@ -49,6 +49,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "feed": (*TRAINING, *READING),
     "fused_attn": ("vit.py", "modeling.py", "trainer.py"),
     "hang_campaign": ("runtime/watch.py", "runtime/phases.py", "tools/hang_campaign.py"),
+    "idle": (*STRATEGIES, "runtime/cuda_graphs.py"),
     "image_build": ("Dockerfile", "requirements.txt", "requirements-gpu.txt"),
     "install_size": ("requirements.txt",),
     "kill_campaign": (*STOPPING, "tools/kill_campaign.py"),
