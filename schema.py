@@ -56,7 +56,7 @@ def pair(size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 # Options that came later than the others -> the value that leaves a model as it was before them. Of older checkpoints
-# these are the values. TransformerEngine's blocks, tensor parallelism and others' models have none of them.
+# these are the values. Tensor parallelism and others' models have none of them; TransformerEngine's: `TE_OPTIONS`.
 LATER_OPTIONS: dict[str, Any] = {
     "mlp_layer": "mlp",
     "swiglu_align_to": 0,
@@ -94,6 +94,9 @@ WITH_REL_POS |= {"scale_mlp_norm": False, "scale_attn_norm": False, "dynamic_img
 WITH_REL_POS |= {"pos_drop_rate": 0.0, "patch_drop_rate": 0.0}
 REL_POS = ("rel_pos_type", "rel_pos_dim", "shared_rel_pos")
 ROPE_ONLY = ("rope_temperature", "rope_rotate_half", "rope_grid_indexing", "rope_grid_offset", "ref_feat_shape")
+# What models on TransformerEngine's blocks may have of them, and positions of no kind.
+TE_OPTIONS = ("mlp_layer", "scale_mlp_norm", "scale_attn_norm", "norm_layer", "final_norm", "dynamic_img_size")
+TE_OPTIONS += ("attn_type", "rope_type", "pos_embed", *ROPE_ONLY, *EVA_ONLY)
 
 
 def _text(value: Any) -> str:
@@ -258,7 +261,7 @@ class ModelConfig:
 
     @property
     def has_own_block(self) -> bool:
-        """Blocks are `vit.Block`, or TransformerEngine's like it, and not other ones of timm's."""
+        """Blocks are `vit.Block` and not other ones of timm's."""
         return not self.is_eva and (self.block_fn, self.attn_layer, self.rel_pos_type) == ("Block", "attn", None)
 
     def num_branches(self) -> int:
@@ -274,14 +277,16 @@ class ModelConfig:
         heads = self.num_kv_heads or self.num_heads
         return (heads,) * self.depth if isinstance(heads, int) else heads
 
+    def mlp_hidden(self) -> int:
+        """Width of what an MLP's last matrix multiplies."""
+        hidden = int(self.embed_dim * self.mlp_ratio)
+        if self.mlp_layer == "glu" and not self.is_eva:
+            return hidden // 2
+        return hidden + (-hidden % self.swiglu_align_to if self.swiglu_align_to else 0)
+
     def mlp_weights(self) -> int:
         """Weights of the matrices of an MLP."""
-        hidden = int(self.embed_dim * self.mlp_ratio)
-        if self.mlp_layer == "mlp":
-            return 2 * self.embed_dim * hidden
-        if self.swiglu_align_to:
-            hidden += -hidden % self.swiglu_align_to
-        return self.embed_dim * (3 * hidden if self.is_eva else hidden + hidden // 2)
+        return self.embed_dim * self.mlp_hidden() * (2 if self.mlp_layer == "mlp" else 3)
 
     def later_options(self) -> dict[str, Any]:
         """Those of `LATER_OPTIONS` that this model has, and positions of no kind; key -> the value to be without."""
@@ -1192,8 +1197,14 @@ class Config:
                     f"fp8_config.log_statistics_every_n_steps={every} with cuda_graphs=true, whose replays no "
                     "hook sees: set one of them to false or null"
                 )
-            hidden = int(self.model.embed_dim * self.model.mlp_ratio)
-            for key, width in (("embed_dim", self.model.embed_dim), ("embed_dim x model.mlp_ratio", hidden)):
+            model = self.model
+            half = " / 2" if model.mlp_layer == "glu" and not model.is_eva else ""
+            head = model.embed_dim // model.num_heads
+            for key, width in (
+                ("embed_dim", model.embed_dim),
+                (f"embed_dim x model.mlp_ratio{half}", model.mlp_hidden()),
+                *(("embed_dim / model.num_heads x model.num_kv_heads", head * heads) for heads in model.kv_heads()),
+            ):
                 if width % 16:
                     raise ConfigError(
                         f"model.{key}={width} with fp8_config.enabled=true: FP8 needs a multiple of 16; "
@@ -1337,15 +1348,17 @@ class Config:
         asked_for = "fp8_config.enabled" if self.fp8_config.enabled else "model.transformer_engine"
         if not (self.fp8_config.enabled or self.model.transformer_engine):
             return
+        gelu = self.model.act_layer == "gelu"  # in timm's Eva, which has no other, by torch
         wants = (
             (not self.model.transformer_engine, "model.transformer_engine=false", "true", "FP8 is in its layers only"),
-            (self.model.act_layer == "gelu", "model.act_layer=gelu", "gelu_tanh", "its GELU is the tanh form"),
+            (gelu and not self.model.is_eva, "model.act_layer=gelu", "gelu_tanh", "its GELU is the tanh form"),
             (not self.model.fused_attn, "model.fused_attn=false", "true", "its attention is always fused"),
             (self.compile, "compile=true", "false", "torch.compile cannot see into its layers"),
             (self.precision != "bf16", f"precision={self.precision}", "bf16", "it computes in BF16"),
             *(
                 (True, f"model.{key}={_text(getattr(self.model, key))}", _text(plain), "its blocks have no such thing")
                 for key, plain in self.model.later_options().items()
+                if key not in TE_OPTIONS
             ),
         )
         is_not_so = [(given, f"{given.split('=')[0]}={wanted}", why) for is_off, given, wanted, why in wants if is_off]
@@ -1411,7 +1424,8 @@ def fp8_layers(cfg: ModelConfig, patterns: tuple[str, ...] | None) -> frozenset[
     Raises:
         ConfigError: a pattern chooses none.
     """
-    layers = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    layers = ["attn.qkv"] if cfg.qkv_fused else ["attn.q_proj", "attn.k_proj", "attn.v_proj"]
+    layers += ["attn.proj", *(["mlp.fc1_g", "mlp.fc1_x"] if cfg.mlp_layer == "swiglu" else ["mlp.fc1"]), "mlp.fc2"]
     names = [f"blocks.{number}.{layer}" for number in range(cfg.depth) for layer in layers]
     if patterns is None:
         return frozenset(names)

@@ -303,6 +303,13 @@ def eva_block(*, norms_after: bool = False) -> Callable[[ModelConfig, int], nn.M
     return EvaBlock
 
 
+def plain_block(cfg: ModelConfig, place: int) -> nn.Module:
+    """The `place`-th block of a plain model."""
+    if cfg.is_eva:
+        return eva_block(norms_after=cfg.block_fn == "ResPostBlock")(cfg, cfg.kv_heads()[place])
+    return Block(cfg) if cfg.has_own_block else timm_block(cfg, place)
+
+
 def times(x: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
     """`x` (B, N, D) times the LayerScale `gain`, in x's dtype, as `LayerScale` has it."""
     return x if gain is None else x * gain.type_as(x)
@@ -392,7 +399,7 @@ class VisionTransformer(TrainableModel):
     Build it under `torch.device("meta")` or on a device, place or shard it, then call `init_weights`.
     """
 
-    def __init__(self, cfg: ModelConfig, *, block: Callable[[ModelConfig], nn.Module] = Block) -> None:
+    def __init__(self, cfg: ModelConfig, *, block: Callable[[ModelConfig, int], nn.Module] = plain_block) -> None:
         super().__init__()
         self.cfg = cfg
         self.scaling = {}  # vit_te.py fills it
@@ -431,12 +438,7 @@ class VisionTransformer(TrainableModel):
         self.shared_rel_pos = relative_positions(cfg) if cfg.shared_rel_pos else None
         self.register_buffer("rope_table", None, persistent=False)
         self.norm_pre = norm(width) if cfg.pre_norm else nn.Identity()
-        if cfg.is_eva:
-            eva = eva_block(norms_after=cfg.block_fn == "ResPostBlock")
-            blocks = [eva(cfg, heads) for heads in cfg.kv_heads()]
-        else:
-            blocks = [block(cfg) if cfg.has_own_block else timm_block(cfg, place) for place in range(cfg.depth)]
-        self.blocks = nn.Sequential(*blocks)
+        self.blocks = nn.Sequential(*(block(cfg, place) for place in range(cfg.depth)))
         self.norm = norm(width) if cfg.final_norm and not use_fc_norm else nn.Identity()
         self.attn_pool = (
             AttentionPool(

@@ -10,7 +10,6 @@ and so has a state.
 import contextlib
 import functools
 import importlib
-import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -19,13 +18,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.layers import apply_rot_embed_cat
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from schema import ConfigError, Fp8Config, ModelConfig, fp8_layers
-from vit import LayerScale, VisionTransformer, act_layer, scaled
+from vit import LayerScale, VisionTransformer, act_layer, norm_layer, scaled, times
 
 # TransformerEngine names the attention backend that it chooses if these say so when it is imported.
 os.environ.setdefault("NVTE_DEBUG", "1")
@@ -89,42 +89,85 @@ def _forward_in_bf16(forward: Callable[..., Any], recipe: Any, *args: Any, **kwa
         return forward(*args, **kwargs)
 
 
-class TEAttention(nn.Module):
-    """norm1 and timm's Attention on TransformerEngine's layers; rows of the QKV weight in timm's order, [q | k | v]."""
+def fused_norm(cfg: ModelConfig) -> dict[str, Any]:
+    """The model's norm as an argument of the layers that begin with one."""
+    return {"eps": cfg.norm_eps, "normalization": "RMSNorm" if cfg.norm_layer == "rmsnorm" else "LayerNorm"}
 
-    def __init__(self, cfg: ModelConfig, row_multiple: int, layers: LinearLayers) -> None:
+
+class TEAttention(nn.Module):
+    """norm1 and timm's Attention, AttentionRope or EvaAttention on TransformerEngine's layers.
+
+    Rows of a fused QKV weight are in timm's order, [q | k | v].
+    """
+
+    def __init__(self, cfg: ModelConfig, kv_heads: int, row_multiple: int, layers: LinearLayers) -> None:
         super().__init__()
         self.row_multiple = row_multiple
-        width, self.num_heads = cfg.embed_dim, cfg.num_heads // (layers.tp.size() if layers.tp else 1)  # this rank's
+        width, ranks = cfg.embed_dim, layers.tp.size() if layers.tp else 1
         head_width = width // cfg.num_heads
-        self.qkv = layers.make("attn.qkv", "LayerNormLinear", width, 3 * width, eps=cfg.norm_eps, bias=cfg.qkv_bias)
-        self.q_norm, self.k_norm = (
-            nn.LayerNorm(head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity() for _ in range(2)
+        self.num_heads, self.kv_heads = cfg.num_heads // ranks, kv_heads // ranks  # this rank's
+        in_eva, norm = cfg.attn_type == "eva", fused_norm(cfg)
+        key_bias = cfg.qkv_bias and not in_eva
+        self.is_fused = cfg.qkv_fused
+        if cfg.qkv_fused:
+            self.qkv = layers.make("attn.qkv", "LayerNormLinear", width, 3 * width, bias=key_bias, **norm)
+        else:
+            kv_width, norm = kv_heads * head_width, norm | {"return_layernorm_output": True}
+            self.q_proj = layers.make("attn.q_proj", "LayerNormLinear", width, width, bias=cfg.qkv_bias, **norm)
+            self.k_proj = layers.make("attn.k_proj", "Linear", width, kv_width, bias=key_bias)
+            self.v_proj = layers.make("attn.v_proj", "Linear", width, kv_width, bias=cfg.qkv_bias)
+        self.q_bias, self.v_bias = (
+            nn.Parameter(torch.empty(width)) if in_eva and cfg.qkv_fused and cfg.qkv_bias else None for _ in range(2)
         )
+        self.q_norm, self.k_norm = (norm_layer(cfg)(head_width) if cfg.qk_norm else nn.Identity() for _ in range(2))
         if cfg.qk_norm and layers.tp:  # of (B, N, H, K) with this rank's heads
             for each in (self.q_norm, self.k_norm):
                 parallelize_module(each, layers.tp, SequenceParallel(sequence_dim=2, use_local_output=True))
+        self.num_prefix_tokens, self.rotate_half = cfg.num_prefix_tokens(), cfg.rope_rotate_half
         self.core = transformer_engine().DotProductAttention(
             self.num_heads,
             head_width,
+            num_gqa_groups=self.kv_heads,
             attention_dropout=cfg.attn_drop_rate,
             qkv_format="bshd",
             attn_mask_type="no_mask",
         )
         self.attn_drop_rate = cfg.attn_drop_rate
+        self.norm = norm_layer(cfg)(width) if cfg.scale_attn_norm else nn.Identity()
         self.proj = layers.make("attn.proj", "Linear", width, width, bias=cfg.proj_bias)
         self.proj_drop = nn.Dropout(cfg.proj_drop_rate)
 
-    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None, is_first_microbatch: bool | None) -> torch.Tensor:
         """(B, N, D) -> (B, N, D)."""
         options = {"multiple": self.row_multiple, "is_first_microbatch": is_first_microbatch}
-        qkv = on_rows(self.qkv, x, **options).unflatten(-1, (3 * self.num_heads, -1))  # B N 3D -> B N 3H K
-        q, k, v = split_heads(qkv, self.num_heads)  # B N H K
+        heads = self.num_heads + 2 * self.kv_heads
+        qkv = on_rows(self.project, x, **options).unflatten(-1, (heads, -1))  # B N H+2H' K
+        q, k, v = split_heads(qkv, self.num_heads, self.kv_heads)  # B N H K, twice B N H' K
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast norms in FP32
-        return self.proj_drop(on_rows(self.proj, self.attend(q, k, v), **options))
+        if rope is not None:
+            q, k = self.rotated(q, rope), self.rotated(k, rope)
+        x = self.norm(self.attend(q, k, v)).to(v.dtype)
+        return self.proj_drop(on_rows(self.proj, x, **options))
+
+    def project(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
+        """norm1, and queries, keys and values side by side: (..., D) -> (..., (H + 2H') K)."""
+        if not self.is_fused:
+            q, x = self.q_proj(x, is_first_microbatch=is_first_microbatch)  # x normed, for the other two
+            k, v = (layer(x, is_first_microbatch=is_first_microbatch) for layer in (self.k_proj, self.v_proj))
+            return torch.cat([q, k, v], dim=-1)
+        qkv = self.qkv(x, is_first_microbatch=is_first_microbatch)
+        if self.q_bias is None or self.v_bias is None:
+            return qkv
+        return qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias]).type_as(qkv)
+
+    def rotated(self, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        """Queries or keys (B, N, H, K), those of patches turned by their positions, of `VisionTransformer.rotary`."""
+        rope = rope[:, None] if rope.ndim == 2 else rope.transpose(-3, -2)  # N 1 2K, or with heads: (B) N H 2K
+        prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
+        return torch.cat([prefix, apply_rot_embed_cat(patches, rope, half=self.rotate_half)], dim=1)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values (B, N, H, K) -> (B, N, D)."""
+        """Queries (B, N, H, K), keys and values (B, N, H', K) -> (B, N, D)."""
         if q.shape[1] % 128 != 64:
             return self.core(q, k, v)
         # By torch, whose cuDNN attention process_group.set_kernels has turned off for these numbers of tokens:
@@ -132,71 +175,108 @@ class TEAttention(nn.Module):
         # zero (H100, TransformerEngine 2.20, cuDNN 9.19: benchmarks/attention_nan_te_h100x1.log;
         # https://github.com/pytorch/pytorch/issues/196678).
         log_attention_by_torch(q.shape[1])
-        dropout = self.attn_drop_rate if self.training else 0.0
-        x = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), dropout_p=dropout)  # B H N K
+        dropout, is_grouped = self.attn_drop_rate if self.training else 0.0, self.kv_heads < self.num_heads
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # B H N K
+        x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, enable_gqa=is_grouped)
         return x.transpose(1, 2).flatten(2)
 
 
 class TESplitMlp(nn.Module):
-    """norm2 and timm's Mlp in two layers: for dropout inside, or FP8 in one alone, which TransformerEngine's lacks."""
+    """norm2 and timm's Mlp, GluMlp or SwiGLU layer by layer.
 
-    def __init__(self, cfg: ModelConfig, hidden: int, layers: LinearLayers) -> None:
+    For what TransformerEngine's fused MLP lacks: the erf GELU, a gate's matrix of its own, dropout or a norm inside,
+    FP8 in one layer alone.
+    """
+
+    def __init__(self, cfg: ModelConfig, layers: LinearLayers) -> None:
         super().__init__()
-        width, norm = cfg.embed_dim, {"eps": cfg.norm_eps}
-        self.fc1 = layers.make("mlp.fc1", "LayerNormLinear", width, hidden, bias=cfg.proj_bias, **norm)
+        width, hidden, norm, bias = cfg.embed_dim, cfg.mlp_hidden(), fused_norm(cfg), cfg.proj_bias
+        self.kind = cfg.mlp_layer
+        if self.kind == "swiglu":
+            norm |= {"return_layernorm_output": True}
+            self.fc1_g = layers.make("mlp.fc1_g", "LayerNormLinear", width, hidden, bias=bias, **norm)
+            self.fc1_x = layers.make("mlp.fc1_x", "Linear", width, hidden, bias=bias)
+        else:
+            rows = 2 * hidden if self.kind == "glu" else hidden
+            self.fc1 = layers.make("mlp.fc1", "LayerNormLinear", width, rows, bias=bias, **norm)
         self.act = act_layer(cfg)()
         self.drop = nn.Dropout(cfg.proj_drop_rate)
-        self.fc2 = layers.make("mlp.fc2", "Linear", hidden, width, bias=cfg.proj_bias)
+        self.norm = norm_layer(cfg)(hidden) if cfg.scale_mlp_norm else nn.Identity()
+        self.fc2 = layers.make("mlp.fc2", "Linear", hidden, width, bias=bias)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
         """(..., D) -> (..., D)."""
-        x = self.drop(self.act(self.fc1(x, is_first_microbatch=is_first_microbatch)))
-        return self.drop(self.fc2(x, is_first_microbatch=is_first_microbatch))
+        options = {"is_first_microbatch": is_first_microbatch}
+        if self.kind == "swiglu":
+            gate, x = self.fc1_g(x, **options)  # x normed, for fc1_x
+            x = self.act(gate) * self.fc1_x(x, **options)
+        elif self.kind == "glu":
+            gate, x = self.fc1(x, **options).chunk(2, dim=-1)
+            x = self.act(gate) * x
+        else:
+            x = self.act(self.fc1(x, **options))
+        x = self.norm(self.drop(x)).to(x.dtype)  # autocast norms in FP32
+        return self.drop(self.fc2(x, **options))
 
 
 class TEBlock(nn.Module):
-    """`Block` on TransformerEngine's fused layers: the same function, the same options, other kernels."""
+    """`Block` or `EvaBlock` on TransformerEngine's fused layers: the same function, the same options, other kernels."""
 
-    def __init__(self, cfg: ModelConfig, *, row_multiple: int, layers: LinearLayers) -> None:
+    def __init__(self, cfg: ModelConfig, place: int, *, row_multiple: int, layers: LinearLayers) -> None:
         super().__init__()
-        self.row_multiple = row_multiple
-        hidden = int(cfg.embed_dim * cfg.mlp_ratio)
-        self.attn = TEAttention(cfg, row_multiple, layers)
+        self.row_multiple, width = row_multiple, cfg.embed_dim
+        self.attn = TEAttention(cfg, cfg.kv_heads()[place], row_multiple, layers)
+        activation = "swiglu" if cfg.mlp_layer == "glu" else TE_ACTIVATIONS.get(cfg.act_layer)
         self.mlp = (
-            TESplitMlp(cfg, hidden, layers)
-            if cfg.proj_drop_rate or layers.in_fp8("mlp.fc1") != layers.in_fp8("mlp.fc2")
+            TESplitMlp(cfg, layers)
+            if activation is None
+            or cfg.mlp_layer == "swiglu"
+            or cfg.proj_drop_rate
+            or cfg.scale_mlp_norm
+            or layers.in_fp8("mlp.fc1") != layers.in_fp8("mlp.fc2")
             else layers.make(
                 "mlp.fc1",
                 "LayerNormMLP",
-                cfg.embed_dim,
-                hidden,
-                eps=cfg.norm_eps,
+                width,
+                cfg.mlp_hidden(),
                 bias=cfg.proj_bias,
-                activation=TE_ACTIVATIONS[cfg.act_layer],
+                activation=activation,
+                **fused_norm(cfg),
             )
         )
-        self.ls1, self.ls2 = (
-            nn.Identity() if cfg.init_values is None else LayerScale(cfg.embed_dim, cfg.init_values) for _ in range(2)
-        )
+        # LayerScale is a module in timm's VisionTransformer, a parameter in its Eva.
+        self.init_values = cfg.init_values  # asked for by _initialize
+        self.ls1 = self.ls2 = nn.Identity()
+        self.gamma_1 = self.gamma_2 = None
+        if cfg.is_eva and cfg.init_values is not None:
+            self.gamma_1 = nn.Parameter(torch.empty(width))
+            self.gamma_2 = None if cfg.attn_only_layer_scale else nn.Parameter(torch.empty(width))
+        elif cfg.init_values is not None:
+            self.ls1, self.ls2 = (LayerScale(width, cfg.init_values) for _ in range(2))
 
     def forward(
-        self, x: torch.Tensor, keep: torch.Tensor | None = None, is_first_microbatch: bool | None = None
+        self,
+        x: torch.Tensor,
+        keep: torch.Tensor | None = None,
+        rope: torch.Tensor | None = None,
+        is_first_microbatch: bool | None = None,
     ) -> torch.Tensor:
-        """(B, N, D) -> (B, N, D); `keep` as `Block` has it."""
-        x = x + scaled(self.ls1(self.attn(x, is_first_microbatch)), keep, 0)
+        """(B, N, D) -> (B, N, D); `keep` as `Block` has it, `rope` as `EvaBlock`."""
+        attn = self.attn(x, rope, is_first_microbatch)
+        x = x + scaled(times(self.ls1(attn), self.gamma_1), keep, 0)
         mlp = on_rows(self.mlp, x, self.row_multiple, is_first_microbatch=is_first_microbatch)
-        return x + scaled(self.ls2(mlp), keep, 1)
+        return x + scaled(times(self.ls2(mlp), self.gamma_2), keep, 1)
 
 
 class TEVisionTransformer(VisionTransformer):
     """`VisionTransformer` with `TEBlock`s: other kernels, the same function, FP8 if the config asks for it."""
 
     def __init__(self, cfg: ModelConfig, fp8: Fp8Config, tp: DeviceMesh | None = None) -> None:
-        self.recipe, chosen, numbers = recipe(fp8), fp8_layers(cfg, fp8.layers), itertools.count()
+        self.recipe, chosen = recipe(fp8), fp8_layers(cfg, fp8.layers)
 
-        def block(cfg: ModelConfig) -> TEBlock:
-            layers = LinearLayers(self.recipe, chosen, next(numbers), tp)
-            return TEBlock(cfg, row_multiple=row_multiple(self.recipe), layers=layers)
+        def block(cfg: ModelConfig, place: int) -> TEBlock:
+            layers = LinearLayers(self.recipe, chosen, place, tp)
+            return TEBlock(cfg, place, row_multiple=row_multiple(self.recipe), layers=layers)
 
         forget_earlier_models()
         with quantized_weights(self.recipe, enabled=fp8.quantized_model_init):
@@ -325,7 +405,7 @@ def row_multiple(recipe: Any | None) -> int:
     return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16
 
 
-def on_rows(layer: nn.Module, x: torch.Tensor, multiple: int, **kwargs: Any) -> torch.Tensor:
+def on_rows(layer: Callable[..., torch.Tensor], x: torch.Tensor, multiple: int, **kwargs: Any) -> torch.Tensor:
     """layer(x), (..., D) -> (..., D'), with rows added inside to a multiple of `multiple` and cut off outside.
 
     What is added is the last row again, so that no tensor's largest value changes, and with it no scale; its gradient
@@ -339,15 +419,15 @@ def on_rows(layer: nn.Module, x: torch.Tensor, multiple: int, **kwargs: Any) -> 
     return layer(filled, **kwargs)[: len(rows)].unflatten(0, x.shape[:-1])
 
 
-def split_heads(qkv: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Packed queries, keys and values, (B, N, 3H, K), as three views (B, N, H, K).
+def split_heads(qkv: torch.Tensor, num_heads: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Packed queries, keys and values, (B, N, H + 2H', K), as three views, of `num_heads` H and twice `kv_heads` H'.
 
     By TransformerEngine's own split, from a module that it does not document: the three gradients are views of one
     tensor, which it hands back as it is. torch's split copies them into a new one, and the documented `qkv_layer`
     argument of its attention adds up three zero-filled ones: 12 % of a ViT-L/16 step on an H100 (version 2.20).
     """
     split = importlib.import_module("transformer_engine.pytorch.utils").SplitAlongDim
-    return split.apply(qkv, 2, [num_heads] * 3)
+    return split.apply(qkv, 2, [num_heads, kv_heads, kv_heads])
 
 
 @contextlib.contextmanager

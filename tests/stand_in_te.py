@@ -19,6 +19,7 @@ ACTIVATIONS = {
     "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
     "silu": F.silu,
+    "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
 }
 E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
 
@@ -127,7 +128,7 @@ class Layer(nn.Module):
             return
         self.fp8_meta |= {"recipe": State.recipe, "fp8_max_fwd": E4M3[1], "fp8_max_bwd": E5M2[1]}
         for way, count, kind in (("fwd", 3 * num_gemms, E4M3), ("bwd", 2 * num_gemms, E5M2)):
-            scale, history = torch.ones(count), torch.zeros(16, count)
+            scale, history = torch.ones(count, device="cpu"), torch.zeros(16, count, device="cpu")  # "cuda" there
             self.fp8_meta[f"scaling_{way}"] = types.SimpleNamespace(scale=scale, amax_history=history)
             delayed = State.recipe.delayed()
             self.quantizers[f"scaling_{way}"] = [
@@ -140,17 +141,23 @@ class Layer(nn.Module):
 
     def product(self, x, weight, bias, gemm):
         if self.fp8:
+            sizes = {"rows": len(x.flatten(0, -2)), "in": weight.shape[1], "out": weight.shape[0]}
+            assert not any(size % 16 for size in sizes.values()), sizes
             forward = self.quantizers["scaling_fwd"]
             x = x + (forward[3 * gemm](x.detach()).dequantize() - x.detach())
             weight = weight + (forward[3 * gemm + 1](weight.detach()).dequantize() - weight.detach())
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def norm(self, x):
+        if self.normalization == "RMSNorm":
+            return F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self.eps)
         return F.layer_norm(x, (x.shape[-1],), self.layer_norm_weight, self.layer_norm_bias, self.eps)
 
-    def add_norm(self, width, eps):
-        self.eps = eps
-        self.layer_norm_weight, self.layer_norm_bias = (nn.Parameter(torch.zeros(width)) for _ in range(2))
+    def add_norm(self, width, eps, normalization):
+        assert normalization in ("LayerNorm", "RMSNorm")
+        self.eps, self.normalization = eps, normalization
+        self.layer_norm_weight = nn.Parameter(torch.zeros(width))
+        self.layer_norm_bias = nn.Parameter(torch.zeros(width)) if normalization == "LayerNorm" else None
 
 
 class Linear(Layer):
@@ -165,22 +172,26 @@ class Linear(Layer):
 
 
 class LayerNormLinear(Linear):
-    def __init__(self, width, out, *, eps, bias, device=None):
+    def __init__(self, width, out, *, eps, bias, normalization, return_layernorm_output=False, device=None):
         super().__init__(width, out, bias=bias)
-        self.add_norm(width, eps)
+        self.add_norm(width, eps, normalization)
+        self.return_layernorm_output = return_layernorm_output
 
     def forward(self, x, is_first_microbatch=None):
-        return super().forward(self.norm(x))
+        x = self.norm(x)
+        y = super().forward(x)
+        return (y, x) if self.return_layernorm_output else y
 
 
 class LayerNormMLP(Layer):
     num_gemms = 2
 
-    def __init__(self, width, hidden, *, eps, bias, activation, device=None):
+    def __init__(self, width, hidden, *, eps, bias, activation, normalization, device=None):
         super().__init__()
         self.activation = activation
-        self.add_norm(width, eps)
-        for name, shape in (("fc1", (hidden, width)), ("fc2", (width, hidden))):
+        self.add_norm(width, eps, normalization)
+        rows = 2 * hidden if activation == "swiglu" else hidden
+        for name, shape in (("fc1", (rows, width)), ("fc2", (width, hidden))):
             self.register_parameter(f"{name}_weight", nn.Parameter(torch.empty(shape)))
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(shape[0])) if bias else None)
 
@@ -191,10 +202,16 @@ class LayerNormMLP(Layer):
 
 
 class DotProductAttention(nn.Module):
-    def __init__(self, num_heads, head_width, *, attention_dropout, qkv_format, attn_mask_type):
+    def __init__(self, num_heads, head_width, *, num_gqa_groups, attention_dropout, qkv_format, attn_mask_type):
         super().__init__()
+        assert (qkv_format, attn_mask_type) == ("bshd", "no_mask")
+        assert num_heads % num_gqa_groups == 0
+        self.heads, self.width = [num_heads, num_gqa_groups, num_gqa_groups], head_width
 
     def forward(self, q, k, v):
+        assert [t.shape[2] for t in (q, k, v)] == self.heads
+        assert {(t.dtype, t.shape[3], t.stride(3)) for t in (q, k, v)} == {(v.dtype, self.width, 1)}
+        k, v = (t.repeat_interleave(self.heads[0] // self.heads[1], 2) for t in (k, v))
         return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2).flatten(2)
 
 

@@ -5,6 +5,10 @@ The parts that need no GPU (what happens without TransformerEngine, or with a br
 
 import launch
 
+import fnmatch
+import functools
+import itertools
+import json
 import re
 import subprocess
 import sys
@@ -13,10 +17,11 @@ import pytest
 import stand_in_te
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, error_of
+from conftest import ON_GPU, ROOT, TINY, column, error_of, run_tasks, task_of
 
 import schema
 import train_ddp
+import train_fsdp2
 import vit_te
 from modeling import build_model, prepare_blocks
 from runtime.parameter_names import timm_name
@@ -42,19 +47,56 @@ BASE = [
     *("data.mean=[0.5]", "data.std=[0.5]", "output_dir=unused", "checkpoint.save_final_model=false"),
 ]
 SMALL = ["model=vit_tiny_patch16_224", "model.img_size=96", "model.depth=3", *BASE]
+# Sets of the options that came later, `schema.TE_OPTIONS`.
+SILU, HALF = "act_layer=silu", "rope_type=dinov3 rope_rotate_half=true pos_embed=none"
+LATER = {
+    "dinov3": f"{HALF} act_layer=gelu attn_type=eva init_values=0.1 reg_tokens=4 norm_eps=1e-5 dynamic_img_size=true",
+    "dinov3_bare": f"{HALF} act_layer=gelu attn_type=eva qkv_bias=false global_pool=avg patch_drop_rate=0.5",
+    "eva02": (
+        "rope_type=cat ref_feat_shape=16 rope_temperature=10000.0 attn_type=eva qkv_fused=false mlp_layer=swiglu "
+        f"{SILU} scale_mlp_norm=true scale_attn_norm=true global_pool=avg mlp_ratio=2.66667"
+    ),
+    "perception_encoder": (
+        "rope_type=cat rope_grid_indexing=xy rope_grid_offset=1.0 act_layer=gelu pre_norm=true global_pool=map "
+        "attn_pool_num_heads=4 attn_pool_mlp_ratio=2.0"
+    ),
+    "mixed": (
+        f"rope_type=mixed rope_temperature=10.0 pos_embed=none mlp_layer=swiglu swiglu_align_to=32 {SILU} "
+        "mlp_ratio=2.6 patch_drop_rate=0.25 dynamic_img_size=true"
+    ),
+    "sapiens2": (
+        f"{HALF} norm_layer=rmsnorm qk_norm=true qkv_fused=false num_kv_heads=[3,1] mlp_layer=glu {SILU} "
+        "init_values=1.0 attn_only_layer_scale=true reg_tokens=8"
+    ),
+    "grouped_64_tokens": (
+        "rope_type=cat act_layer=gelu qkv_fused=false num_kv_heads=1 class_token=false global_pool=avg "
+        "img_size=[128,128] scale_mlp_norm=true"
+    ),
+    "no_rotation": "attn_type=eva act_layer=gelu qkv_fused=false init_values=0.1 no_embed_class=true final_norm=false",
+    "glu": f"mlp_layer=glu {SILU} mlp_ratio=5.33334 init_values=0.1 dynamic_img_size=true",
+    "glu_with_norms": f"mlp_layer=glu {SILU} mlp_ratio=5.33334 scale_mlp_norm=true scale_attn_norm=true qk_norm=true",
+    "rmsnorm": "norm_layer=rmsnorm qk_norm=true scale_attn_norm=true pos_embed=none global_pool=map",
+    "dropout": f"{HALF} act_layer=gelu proj_drop_rate=0.2 attn_drop_rate=0.2 drop_path_rate=0.2",
+}
 FP8 = {
     "delayed": [],
     "current": ["fp8_config.fp8_recipe=Float8CurrentScaling"],
     "block": ["fp8_config.fp8_recipe=Float8BlockScaling"],
 }
+CALM = [name for name in LATER if name != "dropout"]
 needs_te = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 on_sizes = pytest.mark.parametrize("model", [pytest.param(m, marks=needs_te) for m in ("base_patch16", "huge_patch14")])
 on_recipes = pytest.mark.parametrize("recipe", [pytest.param(name, marks=needs_te) for name in FP8])
 
 
-def build(*overrides, te, seed=0, base=SMALL):
+def later(name):
+    """The overrides of one of `LATER`."""
+    return ["model.depth=2", *(f"model.{item}" for item in LATER[name].split())]
+
+
+def build(*overrides, te, seed=0, base=SMALL, device="cuda"):
     cfg = launch.load_config("L0_sanity", [*base, *overrides, f"model.transformer_engine={str(te).lower()}"])
-    with torch.device("cuda"):
+    with torch.device(device):
         model = build_model(cfg.model, cfg.fp8_config)
     model.init_weights(seed)
     return model
@@ -63,8 +105,8 @@ def build(*overrides, te, seed=0, base=SMALL):
 def randomise(model, seed=1):
     """Values at which nothing hides: norms, biases, LayerScale and tokens away from 0 and 1. By timm's names."""
     for name, parameter in sorted(model.named_parameters(), key=lambda item: timm_name(item[0])):
-        generator = torch.Generator("cuda").manual_seed(hash_of(timm_name(name), seed))
-        noise = torch.randn(parameter.shape, device="cuda", generator=generator)
+        generator = torch.Generator(parameter.device).manual_seed(hash_of(timm_name(name), seed))
+        noise = torch.randn(parameter.shape, device=parameter.device, generator=generator)
         parameter.data += (0.02 if parameter.ndim > 1 else 0.1) * noise
 
 
@@ -72,15 +114,16 @@ def hash_of(name, seed):
     return sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31 + seed
 
 
-def run(model, *, bf16, training=False, images=8):
+def run(model, *, bf16, training=False, images=8, size=None):
     """Logits and gradients by timm's names, of one fixed batch."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    size = schema.pair(model.cfg.img_size)
-    images = torch.randn(images, 3, *size, device="cuda", generator=generator)
-    labels = torch.randint(0, 16, (len(images),), device="cuda", generator=generator)
+    device = model.head.weight.device
+    generator = torch.Generator(device).manual_seed(0)
+    size = size or schema.pair(model.cfg.img_size)
+    images = torch.randn(images, 3, *size, device=device, generator=generator)
+    labels = torch.randint(0, 16, (len(images),), device=device, generator=generator)
     model.train(training)
     torch.manual_seed(0)
-    with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         logits = model(images).float()
     F.cross_entropy(logits, labels).backward()
     grads = {timm_name(name): p.grad.float() for name, p in model.named_parameters()}
@@ -160,6 +203,150 @@ def test_fp8_is_as_far_from_float32_as_eight_bits_are(model, recipe):
     for name, want_grad in want_grads.items():
         if want_grad.norm() > 1e-2 * whole:
             assert (got_grads[name].norm() / want_grad.norm()).item() == pytest.approx(1, abs=0.2), name
+
+
+def sizes_of(model):
+    """Sizes of images that it takes."""
+    return [None, (64, 112)] if model.cfg.dynamic_img_size else [None]
+
+
+def layers_by_timms_names(model, kinds, split):
+    """Those of TransformerEngine's `kinds`; its MLP in one, `split`, by the names of both its linear layers."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    return {
+        full: module
+        for name, module in found.items()
+        for full in ((f"{name}.fc1", f"{name}.fc2") if isinstance(module, split) else (name,))
+    }
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_te) for name in CALM])
+def test_later_options_on_a_gpu(name):
+    """As close to float32 as plain BF16 blocks, patches dropped alike and images of another size among it."""
+    plain, te = build(*later(name), te=False), build(*later(name), te=True)
+    names = {timm_name(given): p for given, p in te.named_parameters()}
+    assert names.keys() == dict(plain.named_parameters()).keys()
+    for given, parameter in plain.named_parameters():
+        assert torch.equal(names[given], parameter), given
+    for each in (plain, te):
+        randomise(each)
+    torch.set_float32_matmul_precision("highest")
+    for size in sizes_of(plain):
+        want, want_grads = run(plain, bf16=False, training=True, size=size)
+        bf16, bf16_grads = run(plain, bf16=True, training=True, size=size)
+        got, got_grads = run(te, bf16=True, training=True, size=size)
+        errors = {"TE": (error(got, want), total_error(got_grads, want_grads))}
+        errors["plain"] = error(bf16, want), total_error(bf16_grads, want_grads)
+        print(f"{name} {size}: logits and gradients {errors}")
+        assert errors["TE"][0] < max(2 * errors["plain"][0], 1e-2), errors
+        assert errors["TE"][1] < max(2 * errors["plain"][1], 1e-2), errors
+        whole = whole_norm(want_grads.values())
+        for given, want_grad in want_grads.items():
+            allowed = 3 * (bf16_grads[given] - want_grad).norm() + 2e-2 * want_grad.norm() + 1e-3 * whole
+            assert (got_grads[given] - want_grad).norm() < allowed, given
+            assert got_grads[given].norm() > 0 or want_grad.norm() < 1e-3 * whole, given
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_later_options_with_dropout_on_a_gpu():
+    """Each kind drops in training alone, and all gradients are finite."""
+    plain, te = build(*later("dropout"), te=False), build(*later("dropout"), te=True)
+    (want, _), (got, grads) = run(plain, bf16=True), run(te, bf16=True)
+    assert error(got, want) < 2e-2
+    assert error(run(te, bf16=True, training=True)[0], want) > 2e-2
+    assert all(g.isfinite().all() for g in grads.values())
+
+
+@pytest.mark.parametrize("recipe", FP8)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_te) for name in CALM])
+def test_later_options_in_fp8(name, recipe):
+    """As far from float32 as eight bits are; each layer is in FP8, with scales of its own; the loss falls."""
+    plain = build(*later(name), te=False)
+    fp8 = build(*later(name), "fp8_config.enabled=true", *FP8[recipe], te=True)
+    for each in (plain, fp8):
+        randomise(each)
+    torch.set_float32_matmul_precision("highest")
+    want, want_grads = run(plain, bf16=False, training=True)
+    for _ in range(4):  # delayed scaling gets to know its scales
+        got, got_grads = run(fp8, bf16=True, training=True)
+    bf16, _ = run(plain, bf16=True, training=True)
+    errors = error(got, want), total_error(got_grads, want_grads)
+    print(f"{name} FP8 {recipe}: logits {errors[0]:.1e} (BF16 {error(bf16, want):.1e}), gradients {errors[1]:.1e}")
+    assert error(bf16, want) < errors[0] < 0.25
+    assert errors[1] < 0.35
+    engine = vit_te.transformer_engine()
+    kinds = engine.LayerNormLinear | engine.Linear | engine.LayerNormMLP
+    layers = layers_by_timms_names(fp8, kinds, engine.LayerNormMLP)
+    assert layers.keys() == linear_layers(plain)
+    assert all(layer.fp8 for layer in layers.values())
+    states = {given.rpartition(".")[0] for given in fp8.scaling}
+    assert states == ({n for n, m in fp8.named_modules() if isinstance(m, kinds)} if recipe == "delayed" else set())
+    for given in states:
+        assert (fp8.scaling[f"{given}.scale_fwd"] != 1).sum() >= 2, given  # input and weight
+        assert (fp8.scaling[f"{given}.scale_bwd"] != 1).any(), given
+        assert all((fp8.scaling[f"{given}.amax_history_{way}"] > 0).any() for way in ("fwd", "bwd")), given
+    for size in sizes_of(plain)[1:]:  # rows that are filled up
+        assert error(run(fp8, bf16=True, images=3, size=size)[0], run(plain, bf16=False, images=3, size=size)[0]) < 0.25
+    optimizer = torch.optim.AdamW(fp8.parameters(), lr=1e-3)
+    images, labels = torch.randn(8, 3, *schema.pair(fp8.cfg.img_size), device="cuda"), torch.arange(8, device="cuda")
+    losses = []
+    for _ in range(10):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = F.cross_entropy(fp8.train()(images).float(), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1, losses
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_parts_of_later_layers_in_fp8_on_a_gpu():
+    """One of three projections, one of a gate's two matrices: they alone are in FP8, recomputed or not."""
+    patterns = 'fp8_config.layers=["*.k_proj","blocks.1.mlp.fc1_g"]'
+    results = []
+    for recomputes in (False, True, "selective"):
+        model = build(*later("eva02"), "fp8_config.enabled=true", patterns, te=True)
+        randomise(model)
+        prepare_blocks(model, activation_checkpointing=recomputes, compile=False)
+        for _ in range(3):
+            results.append(run(model, bf16=True, training=True))
+        in_fp8 = {name for name, module in model.named_modules() if getattr(module, "fp8", False)}
+        in_fp8 = {name for name in in_fp8 if name.startswith("blocks") and "core" not in name}
+        assert in_fp8 == {"blocks.0.attn.k_proj", "blocks.1.attn.k_proj", "blocks.1.mlp.fc1_g"}
+        assert {name.rpartition(".")[0] for name in model.scaling} == in_fp8
+    for logits, grads in (results[5], results[8]):
+        assert error(logits, results[2][0]) < 1e-2
+        assert total_error(grads, results[2][1]) < 5e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_later_options_train_and_resume_on_a_gpu(image_folder, tmp_path):
+    """In BF16 and FP8, under DDP and FSDP2, the losses are near the plain ones; checkpoints go on as each other."""
+    task = functools.partial(task_of, image_folder, tmp_path, base=[*TINY, *ON_GPU])
+    te = ["model.transformer_engine=true"]
+    stages = {"plain": [], "te": te, "fp8": [*te, "fp8_config.enabled=true"]}
+    tasks, whole = [], "lr_scheduler.num_training_steps=8"
+    for name in ("eva02", "sapiens2"):
+        options = [item for item in later(name) if "pool" not in item] + ["checkpoint.save_final_model=false"]
+        for script, (stage, more) in itertools.product(("train_ddp", "train_fsdp2"), stages.items()):
+            length = ["num_train_steps=8", "checkpoint.ckpt_dir=null"]
+            tasks.append(task(f"{name}-{script}-{stage}", script, *options, *length, *more))
+        chain = (("train_ddp", "plain"), ("train_fsdp2", "fp8"), ("train_ddp", "te"), ("train_fsdp2", "plain"))
+        for steps, (script, stage) in zip((2, 4, 6, 8), chain, strict=True):
+            length = [f"num_train_steps={steps}", whole]
+            given = f"{name}-chain"
+            tasks.append(task(f"{given}-{steps}", script, *options, *length, *stages[stage], output=given))
+    outcomes = run_tasks(tasks, nproc=1, folder=tmp_path, timeout=300, strict=False)
+    assert not {name: ranks[0]["error"] for name, ranks in outcomes.items() if "error" in ranks[0]}
+    for name in ("eva02", "sapiens2"):
+        want = column(tmp_path, f"{name}-train_ddp-plain", "train/loss")
+        for run_name in [f"{name}-{script}-{stage}" for script in ("train_ddp", "train_fsdp2") for stage in stages]:
+            assert column(tmp_path, run_name, "train/loss") == pytest.approx(want, abs=0.1), run_name
+        assert column(tmp_path, f"{name}-chain", "train/loss") == pytest.approx(want, abs=0.1)
 
 
 @on_recipes
@@ -436,14 +623,7 @@ def built(overrides):
 
 
 def te_layers(model):
-    """TransformerEngine's layers by timm's names, the MLP that is one layer by those of both its linear layers."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, stand_in_te.Layer)}
-    both = {name for name, module in found.items() if isinstance(module, stand_in_te.LayerNormMLP)}
-    return {
-        full: module
-        for name, module in found.items()
-        for full in ((f"{name}.fc1", f"{name}.fc2") if name in both else (name,))
-    }
+    return layers_by_timms_names(model, stand_in_te.Layer, stand_in_te.LayerNormMLP)
 
 
 @pytest.mark.parametrize(
@@ -534,6 +714,140 @@ def test_a_resume_with_other_layers_finds_their_scales_anew(on_cpu, tiny, caplog
     assert "step_00000003 has no scales of this FP8 recipe for 3 layers (blocks.1.attn.proj, ...)" in line
     assert train(5, "blocks.1.*") == []
     assert len(train(6, "blocks.1.*", "blocks.0.mlp.fc1")) == 1
+
+
+# Options that came later, on a CPU by stand_in_te.py
+
+
+def on_a_cpu(name, *overrides, te):
+    size = ["model.embed_dim=48", "model.img_size=64"]  # before what `name` says of it
+    return build(*size, *later(name), *overrides, te=te, device="cpu")
+
+
+def assert_same_function(te, plain, **options):
+    (want, want_grads), (got, got_grads) = (run(model, bf16=False, **options) for model in (plain, te))
+    assert got_grads.keys() == want_grads.keys()
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    whole = whole_norm(want_grads.values())
+    for name, want_grad in want_grads.items():
+        assert (got_grads[name] - want_grad).norm() <= 1e-4 * want_grad.norm() + 1e-6 * whole, name
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_later_options_are_the_plain_models_function(on_cpu, name):
+    """Names, first values, logits and every gradient, in training too: the same random numbers drop the same."""
+    plain, te = on_a_cpu(name, te=False), on_a_cpu(name, te=True)
+    assert {type(block).__name__ for block in te.blocks} == {"TEBlock"}
+    ours = {timm_name(given): p for given, p in te.named_parameters()}
+    assert sorted(ours) == sorted(given for given, _ in plain.named_parameters())
+    for given, parameter in plain.named_parameters():
+        assert torch.equal(ours[given], parameter), given
+    assert te.no_weight_decay() == plain.no_weight_decay()
+    for each in (plain, te):
+        randomise(each)
+    for size in sizes_of(plain):
+        assert_same_function(te, plain, size=size)
+        if name in CALM:
+            assert_same_function(te, plain, size=size, training=True)
+    logits, _ = run(te, bf16=False, training=True)
+    assert (error(logits, run(te, bf16=False)[0]) > 1e-2) == (name == "dropout" or "patch_drop" in LATER[name])
+
+
+@pytest.mark.parametrize("recomputes", [True, "selective"])
+@pytest.mark.parametrize("name", ["eva02", "mixed", "sapiens2"])
+def test_later_options_are_the_same_recomputed(on_cpu, name, recomputes):
+    plain, te = on_a_cpu(name, te=False), on_a_cpu(name, te=True)
+    for each in (plain, te):
+        randomise(each)
+    prepare_blocks(te, activation_checkpointing=recomputes, compile=False)
+    assert_same_function(te, plain, training=True)
+
+
+def linear_layers(plain):
+    """Names of the blocks' linear layers."""
+    return {name for name, m in plain.named_modules() if isinstance(m, torch.nn.Linear) and name.startswith("blocks")}
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("patterns", [None, ["*.attn.*"], ["*.k_proj", "*.qkv", "blocks.1.mlp.fc1*"]])
+def test_later_layers_are_in_fp8_where_they_are_chosen(on_cpu, name, patterns):
+    """And nowhere else; rows of FP8 products are a multiple of 16, which the stand-in asks for."""
+    plain = on_a_cpu(name, te=False)
+    layers = [] if patterns is None else [f"fp8_config.layers={json.dumps(patterns).replace(' ', '')}"]
+    layers = [item.replace('"*.k_proj",', "") if "qkv_fused=false" not in LATER[name] else item for item in layers]
+    layers = [item.replace('"*.qkv",', "") if "qkv_fused=false" in LATER[name] else item for item in layers]
+    te = on_a_cpu(name, "fp8_config.enabled=true", *layers, te=True)
+    for size in sizes_of(te):
+        run(te, bf16=False, training=True, images=3, size=size)
+    of_all = linear_layers(plain)
+    expected = {given for given in of_all for each in patterns or ["*"] if fnmatch.fnmatch(given, each)}
+    assert 0 < len(expected) <= len(of_all)
+    found = te_layers(te)
+    assert found.keys() == of_all
+    assert {given for given, layer in found.items() if set(layer.passes) == {True}} == expected
+    assert {given for given, layer in found.items() if set(layer.passes) == {False}} == of_all - expected
+    modules = {timms: given for given, m in te.named_modules() for timms, layer in found.items() if layer is m}
+    assert {given.rpartition(".")[0] for given in te.scaling} == {modules[given] for given in expected}
+
+
+@pytest.mark.parametrize("name", ["eva02", "mixed", "sapiens2"])
+def test_later_options_resume_each_other(on_cpu, tiny, tmp_path, name):
+    """Plain under DDP -> FP8 under FSDP2 -> TransformerEngine in BF16 -> plain: the losses are those of one run."""
+    te = ["model.transformer_engine=true"]
+    scripts = {"train_ddp": train_ddp, "train_fsdp2": train_ddp if name == "mixed" else train_fsdp2}
+    stages = [("train_ddp", []), ("train_fsdp2", [*te, "fp8_config.enabled=true"]), ("train_ddp", te)]
+    stages += [("train_fsdp2", [])]
+    options = [*tiny, "model.embed_dim=48", *later(name), "precision=bf16", "evaluation.every_n_steps=null"]
+    options += ["lr_scheduler.num_training_steps=8", "checkpoint.save_final_model=false"]
+    for folder, steps in (("one", (8,)), ("four", (2, 4, 6, 8))):
+        for (script, more), stop in zip(stages, steps, strict=False):
+            more = [*more, f"output_dir={tmp_path / folder}", f"num_train_steps={stop}"]
+            scripts[script].main(launch.load_config("L0_sanity", [*options, *more], script="train_ddp"))
+    want, got = (column(tmp_path, folder, "train/loss") for folder in ("one", "four"))
+    assert len(got) == 8
+    assert got == pytest.approx(want, abs=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragments"),
+    [
+        ("block_fn=ResPostBlock", ["model.block_fn=ResPostBlock", "set model.block_fn=Block"]),
+        ("rope_type=cat block_fn=ResPostBlock act_layer=gelu", ["model.block_fn=ResPostBlock"]),
+        ("attn_layer=diff", ["model.attn_layer=diff", "set model.attn_layer=attn"]),
+        (
+            "rel_pos_type=mlp pos_embed=none class_token=false global_pool=avg act_layer=gelu",
+            ["model.rel_pos_type=mlp", "set model.act_layer=gelu_tanh model.rel_pos_type=null"],
+        ),
+        ("distilled=true global_pool=token", ["model.transformer_engine=true with model.distilled=true"]),
+        ("mlp_layer=glu act_layer=silu rope_type=cat block_fn=ResPostBlock", ["model.block_fn=ResPostBlock"]),
+    ],
+)
+def test_what_the_blocks_lack_is_refused(overrides, fragments):
+    model = [f"model.{item}" for item in overrides.split()]
+    text = error_of(launch.load_config, "L0_sanity", [*SMALL, *model, "model.transformer_engine=true"])
+    for fragment in fragments:
+        assert fragment in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("mlp_layer=glu act_layer=silu mlp_ratio=5.2", "embed_dim x model.mlp_ratio / 2=499"),
+        (
+            "rope_type=cat mlp_layer=swiglu swiglu_align_to=8 act_layer=silu mlp_ratio=2.6",
+            "embed_dim x model.mlp_ratio=504",
+        ),
+        (
+            "rope_type=cat act_layer=gelu qkv_fused=false num_kv_heads=1 num_heads=8",
+            "embed_dim / model.num_heads x model.num_kv_heads=24",
+        ),
+    ],
+)
+def test_widths_that_fp8_cannot_take_are_refused(overrides, expected):
+    model = [f"model.{item}" for item in overrides.split()]
+    given = [*SMALL, *model, "model.transformer_engine=true", "fp8_config.enabled=true"]
+    text = error_of(launch.load_config, "L0_sanity", given)
+    assert f"model.{expected} with fp8_config.enabled=true" in text
 
 
 def test_te_is_refused_by_name(monkeypatch):
