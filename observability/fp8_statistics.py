@@ -43,6 +43,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
     "silu": F.silu,
+    "swiglu": lambda x: F.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1],
 }
 
 
@@ -89,9 +90,10 @@ class Fp8Statistics:
             self._note_inner_gradient(name, layer)
 
     @torch.no_grad()
-    def _after_forward(self, name: str, layer: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    def _after_forward(self, name: str, layer: Any, args: tuple[torch.Tensor, ...], output: Any) -> None:
         if not layer.fp8 or _recomputing():
             return
+        output = output[0] if isinstance(output, tuple) else output  # the other is the norm's, for the next layer
         x = args[0].detach()
         with _plain(x):
             if hasattr(layer, "layer_norm_weight"):
@@ -129,7 +131,12 @@ class Fp8Statistics:
             inner = _fc1(layer, _normed(layer, x))
             of_hidden = gradient.to(x.dtype) @ _values(layer.fc2_weight).to(x.dtype)
             # An activation's derivative is a diagonal: what multiplies it from the right does so from the left.
-            of_inner = torch.func.jvp(ACTIVATIONS[layer.activation], (inner,), (of_hidden,))[1]
+            if layer.activation == "swiglu":  # two of them, of the gate's half and of the other
+                gate, value = inner.chunk(2, dim=-1)
+                opened, of_gate = torch.func.jvp(F.silu, (gate,), (of_hidden * value,))
+                of_inner = torch.cat([of_gate, of_hidden * opened], dim=-1)
+            else:
+                of_inner = torch.func.jvp(ACTIVATIONS[layer.activation], (inner,), (of_hidden,))[1]
         self._note(f"{name}.fc1", "gradient", of_inner, layer, "bwd", 0)
 
     def _note(self, name: str, operand: str, tensor: torch.Tensor, layer: Any, way: str, index: int) -> None:
@@ -190,8 +197,10 @@ def _is_quantized(tensor: torch.Tensor) -> bool:
 
 def _normed(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """What a fused layer multiplies: its norm of `x`."""
-    weight, bias = layer.layer_norm_weight.detach().float(), layer.layer_norm_bias.detach().float()
-    return F.layer_norm(x.float(), (x.shape[-1],), weight, bias, layer.eps).to(x.dtype)
+    weight, width = layer.layer_norm_weight.detach().float(), (x.shape[-1],)
+    if layer.normalization == "RMSNorm":
+        return F.rms_norm(x.float(), width, weight, layer.eps).to(x.dtype)
+    return F.layer_norm(x.float(), width, weight, layer.layer_norm_bias.detach().float(), layer.eps).to(x.dtype)
 
 
 def _fc1(layer: Any, x: torch.Tensor) -> torch.Tensor:

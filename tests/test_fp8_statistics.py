@@ -15,6 +15,7 @@ from conftest import column, error_of, run_tasks, session_of, task_of
 import train_ddp
 from modeling import build_model, prepare_blocks
 from observability import fp8_statistics
+from schema import fp8_layers
 
 MODEL = ["model.img_size=32", "model.patch_size=8", "model.embed_dim=48", "model.depth=2", "model.num_heads=3"]
 MODEL += ["model.num_classes=16", "model.in_chans=3", "data.mean=[0.5]", "data.std=[0.5]", "precision=bf16"]
@@ -109,7 +110,7 @@ def operands_of(model, batches):
 
         return hook
 
-    for name in LAYERS:
+    for name in fp8_layers(model.cfg, None):
         model.get_submodule(name).register_forward_hook(after(name))
     for images, labels in batches:
         loss_of(model, images, labels).backward()
@@ -127,6 +128,11 @@ def operands_of(model, batches):
         ["activation_checkpointing=selective"],
         ["activation_checkpointing=true", "model.init_values=0.5"],
         ["fp8_config.fp8_recipe=Float8CurrentScaling"],
+        ["model.norm_layer=rmsnorm", "model.mlp_layer=glu", "model.act_layer=silu"],
+        [
+            *("model.rope_type=dinov3", "model.attn_type=eva", "model.qkv_fused=false", "model.mlp_layer=swiglu"),
+            *("model.scale_mlp_norm=true", "model.act_layer=silu", "activation_checkpointing=true"),
+        ],
     ],
     ids=lambda overrides: ",".join(overrides) or "plain",
 )
@@ -143,7 +149,7 @@ def test_numbers_are_those_of_the_operands(on_cpu, alone, monkeypatch, tmp_path,
         (torch.randn(16, 3, 32, 32, generator=generator), torch.arange(16).roll(shift)) for shift in (0, 5)
     ]  # 256 rows: none are filled up
     want = operands_of(plain, batches)
-    chosen = LAYERS if cfg.fp8_config.layers is None else [*LAYERS[4:], "blocks.0.mlp.fc1"]
+    chosen = fp8_layers(cfg.model, cfg.fp8_config.layers)
     delayed = cfg.fp8_config.fp8_recipe == "DelayedScaling"
     scales = {}
     for layer, operand in want if delayed else ():  # in block 0 the largest are cut off, in block 1 the small vanish

@@ -772,7 +772,7 @@ def test_size_that_patches_do_not_fill_is_refused(overrides, texts):
         ("block_fn=ResPostBlock norm_eps=1e-5", "model.norm_eps=1e-05 cannot be exported"),
         ("rel_pos_type=mlp pos_embed=none norm_layer=rmsnorm", "model.norm_layer=rmsnorm cannot be exported"),
         ("rope_type=cat implementation=timm", 'model.rope_type="cat" with model.implementation=timm'),
-        ("rope_type=cat transformer_engine=true act_layer=gelu", "model.rope_type=cat"),
+        ("attn_layer=diff transformer_engine=true act_layer=gelu_tanh", "model.attn_layer=diff"),
         ("rope_type=cat norm_layer=rmsnorm norm_eps=1e-5", "model.norm_eps=1e-05 cannot be exported"),
     ],
 )
