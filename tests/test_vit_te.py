@@ -69,7 +69,7 @@ LATER = {
         "init_values=1.0 attn_only_layer_scale=true reg_tokens=8"
     ),
     "grouped_64_tokens": (
-        "rope_type=cat act_layer=gelu qkv_fused=false num_kv_heads=1 class_token=false global_pool=avg "
+        "rope_type=cat act_layer=gelu qkv_fused=false num_heads=6 num_kv_heads=2 class_token=false global_pool=avg "
         "img_size=[128,128] scale_mlp_norm=true"
     ),
     "no_rotation": "attn_type=eva act_layer=gelu qkv_fused=false init_values=0.1 no_embed_class=true final_norm=false",
@@ -273,8 +273,9 @@ def test_later_options_in_fp8(name, recipe):
     bf16, _ = run(plain, bf16=True, training=True)
     errors = error(got, want), total_error(got_grads, want_grads)
     print(f"{name} FP8 {recipe}: logits {errors[0]:.1e} (BF16 {error(bf16, want):.1e}), gradients {errors[1]:.1e}")
-    assert error(bf16, want) < errors[0] < 0.25
+    assert errors[0] < 0.25
     assert errors[1] < 0.35
+    assert error(got, bf16) > 1e-3
     engine = vit_te.transformer_engine()
     kinds = engine.LayerNormLinear | engine.Linear | engine.LayerNormMLP
     layers = layers_by_timms_names(fp8, kinds, engine.LayerNormMLP)
@@ -319,7 +320,7 @@ def test_parts_of_later_layers_in_fp8_on_a_gpu():
         assert {name.rpartition(".")[0] for name in model.scaling} == in_fp8
     for logits, grads in (results[5], results[8]):
         assert error(logits, results[2][0]) < 1e-2
-        assert total_error(grads, results[2][1]) < 5e-2
+        assert total_error(grads, results[2][1]) < 0.1
 
 
 @pytest.mark.gpu
@@ -329,15 +330,15 @@ def test_later_options_train_and_resume_on_a_gpu(image_folder, tmp_path):
     task = functools.partial(task_of, image_folder, tmp_path, base=[*TINY, *ON_GPU])
     te = ["model.transformer_engine=true"]
     stages = {"plain": [], "te": te, "fp8": [*te, "fp8_config.enabled=true"]}
-    tasks, whole = [], "lr_scheduler.num_training_steps=8"
+    tasks, whole = [], ["lr_scheduler.num_training_steps=8", "optimizer.lr=3e-3"]
     for name in ("eva02", "sapiens2"):
         options = [item for item in later(name) if "pool" not in item] + ["checkpoint.save_final_model=false"]
         for script, (stage, more) in itertools.product(("train_ddp", "train_fsdp2"), stages.items()):
-            length = ["num_train_steps=8", "checkpoint.ckpt_dir=null"]
+            length = ["num_train_steps=8", "checkpoint.ckpt_dir=null", *whole]
             tasks.append(task(f"{name}-{script}-{stage}", script, *options, *length, *more))
         chain = (("train_ddp", "plain"), ("train_fsdp2", "fp8"), ("train_ddp", "te"), ("train_fsdp2", "plain"))
         for steps, (script, stage) in zip((2, 4, 6, 8), chain, strict=True):
-            length = [f"num_train_steps={steps}", whole]
+            length = [f"num_train_steps={steps}", *whole]
             given = f"{name}-chain"
             tasks.append(task(f"{given}-{steps}", script, *options, *length, *stages[stage], output=given))
     outcomes = run_tasks(tasks, nproc=1, folder=tmp_path, timeout=300, strict=False)
@@ -345,8 +346,8 @@ def test_later_options_train_and_resume_on_a_gpu(image_folder, tmp_path):
     for name in ("eva02", "sapiens2"):
         want = column(tmp_path, f"{name}-train_ddp-plain", "train/loss")
         for run_name in [f"{name}-{script}-{stage}" for script in ("train_ddp", "train_fsdp2") for stage in stages]:
-            assert column(tmp_path, run_name, "train/loss") == pytest.approx(want, abs=0.1), run_name
-        assert column(tmp_path, f"{name}-chain", "train/loss") == pytest.approx(want, abs=0.1)
+            assert column(tmp_path, run_name, "train/loss") == pytest.approx(want, abs=0.05), run_name
+        assert column(tmp_path, f"{name}-chain", "train/loss") == pytest.approx(want, abs=0.05)
 
 
 @on_recipes
@@ -769,18 +770,19 @@ def linear_layers(plain):
 
 
 @pytest.mark.parametrize("name", LATER)
-@pytest.mark.parametrize("patterns", [None, ["*.attn.*"], ["*.k_proj", "*.qkv", "blocks.1.mlp.fc1*"]])
-def test_later_layers_are_in_fp8_where_they_are_chosen(on_cpu, name, patterns):
+@pytest.mark.parametrize("which", ["all", "attention", "parts"])
+def test_later_layers_are_in_fp8_where_they_are_chosen(on_cpu, name, which):
     """And nowhere else; rows of FP8 products are a multiple of 16, which the stand-in asks for."""
     plain = on_a_cpu(name, te=False)
-    layers = [] if patterns is None else [f"fp8_config.layers={json.dumps(patterns).replace(' ', '')}"]
-    layers = [item.replace('"*.k_proj",', "") if "qkv_fused=false" not in LATER[name] else item for item in layers]
-    layers = [item.replace('"*.qkv",', "") if "qkv_fused=false" in LATER[name] else item for item in layers]
-    te = on_a_cpu(name, "fp8_config.enabled=true", *layers, te=True)
+    parts = ["*.k_proj" if "qkv_fused=false" in LATER[name] else "*.qkv"]
+    parts += ["blocks.1.mlp.fc1_x" if "swiglu" in LATER[name] else "blocks.1.mlp.fc1"]
+    patterns = {"all": ["*"], "attention": ["*.attn.*"], "parts": parts}[which]
+    layers = f"fp8_config.layers={json.dumps(patterns, separators=(',', ':'))}"
+    te = on_a_cpu(name, "fp8_config.enabled=true", layers, te=True)
     for size in sizes_of(te):
         run(te, bf16=False, training=True, images=3, size=size)
     of_all = linear_layers(plain)
-    expected = {given for given in of_all for each in patterns or ["*"] if fnmatch.fnmatch(given, each)}
+    expected = {given for given in of_all for each in patterns if fnmatch.fnmatch(given, each)}
     assert 0 < len(expected) <= len(of_all)
     found = te_layers(te)
     assert found.keys() == of_all
@@ -798,14 +800,14 @@ def test_later_options_resume_each_other(on_cpu, tiny, tmp_path, name):
     stages = [("train_ddp", []), ("train_fsdp2", [*te, "fp8_config.enabled=true"]), ("train_ddp", te)]
     stages += [("train_fsdp2", [])]
     options = [*tiny, "model.embed_dim=48", *later(name), "precision=bf16", "evaluation.every_n_steps=null"]
-    options += ["lr_scheduler.num_training_steps=8", "checkpoint.save_final_model=false"]
+    options += ["lr_scheduler.num_training_steps=8", "checkpoint.save_final_model=false", "optimizer.lr=1e-2"]
     for folder, steps in (("one", (8,)), ("four", (2, 4, 6, 8))):
         for (script, more), stop in zip(stages, steps, strict=False):
             more = [*more, f"output_dir={tmp_path / folder}", f"num_train_steps={stop}"]
             scripts[script].main(launch.load_config("L0_sanity", [*options, *more], script="train_ddp"))
     want, got = (column(tmp_path, folder, "train/loss") for folder in ("one", "four"))
     assert len(got) == 8
-    assert got == pytest.approx(want, abs=2e-2)
+    assert got == pytest.approx(want, abs=5e-3)
 
 
 @pytest.mark.parametrize(
