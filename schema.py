@@ -231,7 +231,7 @@ class ModelConfig:
     """timm's TIMM_FUSED_ATTN. false = two products and a softmax, for torch.compile to fuse as it can: faster with 64
     or 144 tokens, which do not fill the fused kernel's tiles, slower with 65 or 197."""
     transformer_engine: bool
-    """Ours: blocks on TransformerEngine's fused layers; needs act_layer gelu_tanh, not gelu."""
+    """Ours: blocks on TransformerEngine's fused layers; needs act_layer gelu_tanh, not gelu, but in timm's Eva."""
     implementation: Literal["ours", "timm", "hf"]
     """ours | timm | hf (Hugging Face's): their own model in our loop, to compare with."""
 
@@ -318,6 +318,12 @@ class ModelConfig:
                 (self.mlp_layer == "swiglu" and not two, "mlp_layer", f"{blocks}, not aligned", "glu"),
                 (not gated and self.swiglu_align_to > 0, "swiglu_align_to", "with model.mlp_layer=mlp", "0"),
                 (self.rope_type == "mixed" and self.rope_rotate_half, "rope_rotate_half", "with mixed", "false"),
+                (
+                    self.rope_type == "mixed" and set(self.kv_heads()) != {self.num_heads},
+                    "num_kv_heads",
+                    "with mixed, which has frequencies for model.num_heads",
+                    "null",
+                ),
                 (self.attn_type == "eva" and bool(self.num_kv_heads), "num_kv_heads", "with attn_type=eva", "null"),
                 (self.qkv_fused and bool(self.num_kv_heads), "qkv_fused", "with model.num_kv_heads", "false"),
             ]

@@ -773,6 +773,10 @@ def test_size_that_patches_do_not_fill_is_refused(overrides, texts):
         ("rel_pos_type=mlp pos_embed=none norm_layer=rmsnorm", "model.norm_layer=rmsnorm cannot be exported"),
         ("rope_type=cat implementation=timm", 'model.rope_type="cat" with model.implementation=timm'),
         ("attn_layer=diff transformer_engine=true act_layer=gelu_tanh", "model.attn_layer=diff"),
+        (
+            "rope_type=mixed qkv_fused=false num_kv_heads=1",
+            "model.num_kv_heads=1 with mixed, which has frequencies for",
+        ),
         ("rope_type=cat norm_layer=rmsnorm norm_eps=1e-5", "model.norm_eps=1e-05 cannot be exported"),
     ],
 )
