@@ -133,8 +133,8 @@ class Fp8Statistics:
             # An activation's derivative is a diagonal: what multiplies it from the right does so from the left.
             if layer.activation == "swiglu":  # two of them, of the gate's half and of the other
                 gate, value = inner.chunk(2, dim=-1)
-                opened, of_gate = torch.func.jvp(F.silu, (gate,), (of_hidden * value,))
-                of_inner = torch.cat([of_gate, of_hidden * opened], dim=-1)
+                of_gate = torch.func.jvp(F.silu, (gate,), (of_hidden * value,))[1]
+                of_inner = torch.cat([of_gate, of_hidden * F.silu(gate)], dim=-1)
             else:
                 of_inner = torch.func.jvp(ACTIVATIONS[layer.activation], (inner,), (of_hidden,))[1]
         self._note(f"{name}.fc1", "gradient", of_inner, layer, "bwd", 0)
