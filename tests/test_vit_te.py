@@ -800,14 +800,14 @@ def test_later_options_resume_each_other(on_cpu, tiny, tmp_path, name):
     stages = [("train_ddp", []), ("train_fsdp2", [*te, "fp8_config.enabled=true"]), ("train_ddp", te)]
     stages += [("train_fsdp2", [])]
     options = [*tiny, "model.embed_dim=48", *later(name), "precision=bf16", "evaluation.every_n_steps=null"]
-    options += ["lr_scheduler.num_training_steps=8", "checkpoint.save_final_model=false", "optimizer.lr=1e-2"]
+    options += ["lr_scheduler.num_training_steps=8", "checkpoint.save_final_model=false", "optimizer.lr=3e-3"]
     for folder, steps in (("one", (8,)), ("four", (2, 4, 6, 8))):
         for (script, more), stop in zip(stages, steps, strict=False):
             more = [*more, f"output_dir={tmp_path / folder}", f"num_train_steps={stop}"]
             scripts[script].main(launch.load_config("L0_sanity", [*options, *more], script="train_ddp"))
     want, got = (column(tmp_path, folder, "train/loss") for folder in ("one", "four"))
     assert len(got) == 8
-    assert got == pytest.approx(want, abs=5e-3)
+    assert got == pytest.approx(want, abs=2e-3)
 
 
 @pytest.mark.parametrize(
