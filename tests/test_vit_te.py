@@ -326,7 +326,7 @@ def test_parts_of_later_layers_in_fp8_on_a_gpu():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_later_options_train_and_resume_on_a_gpu(image_folder, tmp_path):
-    """In BF16 and FP8, under DDP and FSDP2, the losses are near the plain ones; checkpoints go on as each other."""
+    """In BF16 and FP8, under DDP and FSDP2, the losses are near plain ones; each goes on from another."""
     task = functools.partial(task_of, image_folder, tmp_path, base=[*TINY, *ON_GPU])
     te = ["model.transformer_engine=true"]
     stages = {"plain": [], "te": te, "fp8": [*te, "fp8_config.enabled=true"]}
