@@ -140,7 +140,6 @@ from schema import (  # noqa: E402  (after the versions' check)
     idle_keys,
     known_keys,
     leaves,
-    schedule_text,
     split_batch,
     to_plain,
 )
@@ -201,7 +200,6 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
             if lacks:
                 value = lacks if isinstance(lacks, str) else "true"
                 raise ConfigError(f"cuda_graphs=true records no {key}={value}: set one of them to false")
-        _refuse_later_options(cfg, "with cuda_graphs=true: not seen to work there; set cuda_graphs=false")
         if not torch.cuda.is_available():
             raise ConfigError("cuda_graphs=true needs a CUDA GPU: set it to false here")
     axes = cfg.distributed
@@ -232,12 +230,6 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
                     f"model.{key}={getattr(cfg.model, key)}: Megatron-FSDP keeps what is not trained in BF16 alone, "
                     "and checkpoints would lose the rest; use train_fsdp2.py"
                 )
-        if cfg.data.packing.enabled:
-            raise ConfigError("data.packing.enabled=true in train_mfsdp.py: not seen to work there; use train_fsdp2.py")
-        _refuse_later_options(cfg, "in train_mfsdp.py: not seen to work there; use train_fsdp2.py")
-        if cfg.data.size_schedule is not None:
-            given = f"data.size_schedule={schedule_text(cfg.data.size_schedule)}"
-            raise ConfigError(f"{given} in train_mfsdp.py: not seen to work there; use train_fsdp2.py")
         if outer > 1 and shard == 1:
             # Seen with 0.6.1: gradients of two replicas, each one rank, are twice DDP's (tests/test_gpu.py compares
             # them). By its code the division by the number of ranks is left to the reduction inside a shard group.
@@ -262,10 +254,12 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
         raise ConfigError(
             f"model.{key}={getattr(cfg.model, key)} needs timm 1.0.31 or newer, this is {version}: pip install -U timm"
         )
-    if script == "train_fsdp2" and cfg.model.rope_type == "mixed" and cfg.precision != "fp32":
+    rounding = {"train_fsdp2": ("FSDP2", ", or set precision=fp32"), "train_mfsdp": ("Megatron-FSDP", "")}
+    if script in rounding and cfg.model.rope_type == "mixed" and cfg.precision != "fp32":
+        strategy, other_fix = rounding[script]
         raise ConfigError(
-            f"model.rope_type=mixed with precision={cfg.precision}: FSDP2 would round its trained frequencies to BF16; "
-            "use train_ddp.py, or set precision=fp32"
+            f"model.rope_type=mixed with precision={cfg.precision}: {strategy} would round its trained frequencies to "
+            f"BF16; use train_ddp.py{other_fix}"
         )
     if script == "train_fsdp2" and cfg.fsdp2.cpu_offload and not torch.cuda.is_available():
         raise ConfigError("fsdp2.cpu_offload=true needs a CUDA GPU: without one everything is in host memory already")

@@ -51,6 +51,7 @@ def build(cfg: Config, session: Session, sizes: RunSizes) -> Run:
         process_group=mesh.get_group("dp"),
         bucket_cap_mb=cfg.ddp.bucket_cap_mb,
         gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # they are constants
     )
 
     # Optimizer: the whole of it on every rank.

@@ -9,6 +9,7 @@ Needs CUDA. mfsdp.zero_dp_strategy chooses what is sharded; distributed.dp_outer
 from launch import launch
 
 import contextlib
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,11 +46,15 @@ def build(cfg: Config, session: Session, sizes: RunSizes) -> Run:
 
     # Model: built without storage, in BF16; the library shards it unit by unit as it gives it storage, and keeps
     # FP32 main weights. It copies those from the BF16 ones, so that `init_weights` gives them their FP32 values.
-    # Recompute and compile come first, so that the library's hooks stay outside.
+    # Buffers get theirs there, too: blocks compute with them in FP32. Recompute and compile come first, so that the
+    # library's hooks stay outside.
     sharded_weights = cfg.mfsdp.zero_dp_strategy != "no_shard"
     with torch.device("meta" if sharded_weights else device):
         module = build_model(cfg.model, cfg.fp8_config).to(torch.bfloat16)
     prepare_blocks(module, activation_checkpointing=cfg.activation_checkpointing, compile=cfg.compile)
+    # By this attribute of Megatron-LM's a weight gets a buffer of its own. Behind positions, whose one row is as long
+    # as the table, a border between ranks could fall inside a row of the patch embedding, where none can be (0.6.1).
+    cast(Any, module).patch_embed.proj.weight.shared_embedding = True
     model = fully_shard_model(
         module,
         device_mesh=mesh,
@@ -65,7 +70,7 @@ def build(cfg: Config, session: Session, sizes: RunSizes) -> Run:
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32),
     )
     preprocess_state_dict_for_uneven_dtensor(dict(module.named_parameters()))  # shards learn where they lie
-    module.init_weights(cfg.seed)
+    module.init_weights(cfg.seed, device)
     module.reset_scaling()  # the library drew weights of its own, and FP8 ones were measured
     model.install_optimized_model_weights()  # main weights -> BF16 (or FP8) weights
 

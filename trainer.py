@@ -292,20 +292,25 @@ def train_stage(
 
 
 def pass_of(run: Run, cfg: Config, sizes: RunSizes) -> cuda_graphs.ForwardBackward:
-    """A function: (images, targets, number of the microbatch) -> its part of the step's loss, gradients added up."""
+    """A function: (number of the microbatch, images, targets) -> its part of the step's loss, gradients added up."""
 
-    def forward_backward(images: torch.Tensor, targets: torch.Tensor, microbatch: int) -> torch.Tensor:
+    def forward_backward(
+        microbatch: int, images: torch.Tensor, targets: torch.Tensor, answers: torch.Tensor | None = None
+    ) -> torch.Tensor:
         is_first = None if sizes.accumulation == 1 else microbatch == 0
-        answers = run.teacher(images) if run.teacher else None
         with run.grad_sync(microbatch == sizes.accumulation - 1):
             logits = run.model(images, is_first_microbatch=is_first).float()
             part = objective(logits, targets, answers, cfg) / sizes.accumulation
             part.backward()
         return part.detach()
 
+    one_pass: cuda_graphs.ForwardBackward = forward_backward
     if cfg.cuda_graphs:
-        return cuda_graphs.GraphedPass(forward_backward, run.optimizer, accumulation=sizes.accumulation)
-    return forward_backward
+        one_pass = cuda_graphs.GraphedPass(forward_backward, run.optimizer, accumulation=sizes.accumulation)
+    if (teacher := run.teacher) is None:
+        return one_pass
+    # Asked outside of a recorded pass: what timm's models do on the way is not ours.
+    return lambda microbatch, images, targets: one_pass(microbatch, images, targets, teacher(images))
 
 
 def train_step(
@@ -335,7 +340,7 @@ def train_step(
         seeding.dropout(cfg.seed, step, rank, microbatch)
         if isinstance(images, Packed):
             padding.append(images.padding_fraction(cfg.model.num_prefix_tokens()))
-        loss += forward_backward(*mixup(normalize(images), labels, step), microbatch)
+        loss += forward_backward(microbatch, *mixup(normalize(images), labels, step))
 
     # 2. Clip and update.
     grad_norm = clip_grad_norm_(run.state.trained, cfg.max_grad_norm)

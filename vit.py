@@ -58,16 +58,17 @@ class PatchProjection(nn.Conv2d):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(B, C, Y, X) -> (B, D, rows, columns)."""
+        """(B, C, Y, X) -> (B, D, rows, columns), or patches (B, N, C height width) -> (B, N, D)."""
+        if input.ndim == 3:
+            return self._of_patches(input)
         height, width = self.kernel_size
         x = input.unflatten(3, (-1, width)).unflatten(2, (-1, height))  # B C Y X -> B C rows height columns width
         x = x.permute(0, 2, 4, 1, 3, 5)
         rows, columns = x.shape[1:3]
-        x = self.of_patches(x.flatten(3).flatten(1, 2))
+        x = self._of_patches(x.flatten(3).flatten(1, 2))
         return x.transpose(1, 2).unflatten(2, (rows, columns))
 
-    def of_patches(self, patches: torch.Tensor) -> torch.Tensor:
-        """(B, N, C height width) -> (B, N, D)."""
+    def _of_patches(self, patches: torch.Tensor) -> torch.Tensor:
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
@@ -370,7 +371,9 @@ class TrainableModel(nn.Module):
                 to_local(parameter).copy_(local_slice(whole, parameter))
             if hasattr(module, "init_non_persistent_buffers"):  # timm's name; in no checkpoint
                 for name, buffer in module.named_buffers(recurse=False):
-                    setattr(module, name, buffer.to(device or buffer.device))  # where a block computes, not its weights
+                    # Where a block computes, and in FP32, wherever and in whatever dtype a strategy put its weights.
+                    dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
+                    setattr(module, name, torch.empty_like(buffer, dtype=dtype, device=device or buffer.device))
                 cast(Any, module).init_non_persistent_buffers()
 
     def flops_per_image(self, patches: int | None = None) -> float:
@@ -436,6 +439,8 @@ class VisionTransformer(TrainableModel):
         )
         self.rope = rotary_embedding(cfg) if cfg.rope_type == "mixed" else None
         self.shared_rel_pos = relative_positions(cfg) if cfg.shared_rel_pos else None
+        if self.shared_rel_pos is not None:  # called as a module, so that a strategy's hooks gather its weights
+            self.shared_rel_pos.forward = cast(Any, self.shared_rel_pos).get_bias
         self.register_buffer("rope_table", None, persistent=False)
         self.norm_pre = norm(width) if cfg.pre_norm else nn.Identity()
         self.blocks = nn.Sequential(*(block(cfg, place) for place in range(cfg.depth)))
@@ -487,7 +492,7 @@ class VisionTransformer(TrainableModel):
         x = self.pos_drop(self._add_tokens(x, (rows, columns)))
         x, positions = self._drop_patches(x, self.rotary((rows, columns)))
         if self.shared_rel_pos is not None:
-            positions = [cast(Any, self.shared_rel_pos).get_bias()] * len(self.blocks)
+            positions = [self.shared_rel_pos()] * len(self.blocks)
         x = self.norm_pre(x).to(x.dtype)  # autocast norms in FP32, and an FP32 stream would stay one
         drops = self.training and self.cfg.drop_path_rate > 0
         keeps = self.drop_path(len(x), x.device) if drops else [None] * len(self.blocks)
@@ -501,7 +506,7 @@ class VisionTransformer(TrainableModel):
     def _forward_packed(self, batch: packing.Packed) -> torch.Tensor:
         """Images in rows, each by itself as in `forward`, -> (B, num_classes)."""
         proj = cast(PatchProjection, self.patch_embed.proj)
-        x = proj.of_patches(batch.patches.to(proj.weight.dtype))  # R T D
+        x = proj(batch.patches.to(proj.weight.dtype))  # R T D
         rows = packing.Rows.of(batch, self.num_prefix_tokens, x.dtype)
         x = x * rows.is_patch[..., None] + self._packed_tokens(rows).to(x.dtype)
         x = self.norm_pre(self.pos_drop(x)).to(x.dtype)
@@ -518,7 +523,8 @@ class VisionTransformer(TrainableModel):
     def _packed_tokens(self, rows: packing.Rows) -> torch.Tensor:
         """(R, T, D), float32: class and register tokens at their places, positions at those of patches."""
         prefix = [t[0].float() for t in (self.cls_token, self.reg_token) if t is not None]
-        table = prefix = torch.cat(prefix) if prefix else self.head.weight.new_zeros(0, self.cfg.embed_dim)
+        none = torch.zeros(0, self.cfg.embed_dim, device=rows.place.device)
+        table = prefix = torch.cat(prefix) if prefix else none
         weights = rows.position_weights(self.cfg.grid_size(), self.num_prefix_tokens)
         if self.pos_embed is None:
             weights = weights[..., : self.num_prefix_tokens]

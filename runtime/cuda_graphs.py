@@ -1,8 +1,8 @@
 """Forward and backward passes as CUDA graphs: the host launches once what it otherwise launches kernel by kernel.
 
 A graph holds everything that a microbatch does on the device, from the images to the gradients, whatever the strategy:
-gathering weights and reducing gradients, too. The rest of a step (augmentation, clipping, the optimizer) is launched
-as ever. https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs has the rules.
+gathering weights and reducing gradients, too. The rest of a step (augmentation, a teacher, clipping, the optimizer) is
+launched as ever. https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs has the rules.
 """
 
 import contextlib
@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-ForwardBackward = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+# (number of the microbatch, its tensors) -> its part of the step's loss; adds up gradients.
+ForwardBackward = Callable[..., torch.Tensor]
 # Steps before the recording. DDP times its first ten passes with events of its own, which a graph cannot hold;
 # torch.compile, Triton and FP8's delayed scaling are done with what they do once.
 WARMUP_STEPS = 11
@@ -30,8 +31,7 @@ class Recording:
     """One graph, and the tensors that its replay reads and writes."""
 
     graph: torch.cuda.CUDAGraph
-    images: torch.Tensor
-    targets: torch.Tensor
+    inputs: tuple[torch.Tensor, ...]
     loss: torch.Tensor
     gradients: list[torch.Tensor | None]
 
@@ -55,28 +55,28 @@ class GraphedPass:
         self.memory = torch.cuda.graph_pool_handle()
         self.steps = 0
 
-    def __call__(self, images: torch.Tensor, targets: torch.Tensor, microbatch: int) -> torch.Tensor:
+    def __call__(self, microbatch: int, *inputs: torch.Tensor) -> torch.Tensor:
         """The microbatch's loss, a tensor that the next call overwrites; adds its gradients to the parameters'."""
         is_first, is_last = microbatch == 0, microbatch == self.accumulation - 1
         self.steps += is_first
         if self.steps <= WARMUP_STEPS:
-            return self.forward_backward(images, targets, microbatch)
+            return self.forward_backward(microbatch, *inputs)
         recording = self.recordings.get((is_first, is_last))
         if recording is None:
-            recording = self.recordings[is_first, is_last] = self._record(images, targets, microbatch)
+            recording = self.recordings[is_first, is_last] = self._record(microbatch, inputs)
         else:
-            recording.images.copy_(images)
-            recording.targets.copy_(targets)
+            for recorded, new in zip(recording.inputs, inputs, strict=True):
+                recorded.copy_(new)
         recording.graph.replay()
         for parameter, gradient in zip(self.parameters, recording.gradients, strict=True):
             parameter.grad = gradient
         return recording.loss
 
-    def _record(self, images: torch.Tensor, targets: torch.Tensor, microbatch: int) -> Recording:
-        images, targets = images.clone(), targets.clone()
+    def _record(self, microbatch: int, inputs: tuple[torch.Tensor, ...]) -> Recording:
+        inputs = tuple(each.clone() for each in inputs)
         graph = torch.cuda.CUDAGraph()
         # thread_local: the loaders' and NCCL's threads go on using CUDA meanwhile.
         options = {"pool": self.memory, "stream": torch.cuda.current_stream(), "capture_error_mode": "thread_local"}
         with torch.cuda.graph(graph, **options):
-            loss = self.forward_backward(images, targets, microbatch)
-        return Recording(graph, images, targets, loss, [p.grad for p in self.parameters])
+            loss = self.forward_backward(microbatch, *inputs)
+        return Recording(graph, inputs, loss, [p.grad for p in self.parameters])

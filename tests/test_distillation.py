@@ -343,7 +343,10 @@ def test_alpha_is_the_teachers_share():
     ("overrides", "fragments"),
     [
         (["distillation.kind=hard"], ["distillation.kind=hard with distillation.teacher=null", "timm:regnety_160"]),
-        (["distillation.kind=hard", "distillation.teacher=x", "cuda_graphs=true"], ["cuda_graphs=true with", "=hard"]),
+        (
+            ["distillation.kind=hard", "distillation.teacher=x", "model.transformer_engine=true"],
+            ["model.transformer_engine=true with distillation.kind=hard: not seen to work"],
+        ),
         (["distillation.alpha=0"], ["distillation.alpha=0"]),
         (["distillation.kind=firm"], ["distillation.kind='firm'"]),
         (["model.distilled=true"], ["model.global_pool=avg with model.distilled=true", "set model.global_pool=token"]),

@@ -171,9 +171,7 @@ OF_A_GPU |= {"mfsdp.outer_dp_sharding_strategy"}
 OF_A_BUCKET = {"checkpoint.local_dir", "data.cache_dir", "data.cache_gb"}  # tests/test_bucket_checkpoint.py, _data.py
 NEVER = {"data.image_size", "distributed.tp", "distributed.dp_outer", "distributed.dp_shard"}  # but as derived, alone
 NOT_WITH_MEGATRON_FSDP = {"model.freeze", "model.implementation", "model.pos_embed", "precision"}
-NOT_WITH_MEGATRON_FSDP |= {"distillation.shard_teacher", "data.size_schedule"}
-NOT_WITH_MEGATRON_FSDP |= {f"data.packing.{key}" for key in ("enabled", "patches_per_image", "images_per_row")}
-NOT_WITH_MEGATRON_FSDP |= {f"model.{key}" for key in schema.LATER_OPTIONS}
+NOT_WITH_MEGATRON_FSDP |= {"distillation.shard_teacher"}
 
 
 def with_keys(cfg, changes):

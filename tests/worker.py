@@ -201,6 +201,22 @@ def count_replays_of_fresh_code(cfg):
     count_replays(cfg)
 
 
+def measure_borders(cfg):
+    """`count_replays`; and into EXTRA how many bytes of GPU memory a stage of data.size_schedule leaves in use."""
+    import trainer
+
+    count_replays_of_fresh_code(cfg)
+    before, at_border = torch.cuda.memory_allocated(), trainer._at_border
+
+    def measured(stage, session):
+        trainer._at_border = at_border
+        config = at_border(stage, session)
+        EXTRA["left"] = torch.cuda.memory_allocated() - before
+        return config
+
+    trainer._at_border = measured
+
+
 def fill_the_disk_of_rank_1(cfg):
     """From its second save on, rank 1 can write no file beyond a few bytes: the kernel's own limit."""
     import resource

@@ -238,11 +238,11 @@ def trial_of(run: trainer.Run, cfg: Config, session: Session, sizes: RunSizes) -
     memory = {"weights": num_bytes(run.state.weights)}
     saved = Saved(blocks)
 
-    def forward_backward(images: torch.Tensor, targets: torch.Tensor, microbatch: int) -> torch.Tensor:
+    def forward_backward(microbatch: int, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if microbatch:
-            return one_pass(images, targets, microbatch)
+            return one_pass(microbatch, images, targets)
         with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
-            loss = one_pass(images, targets, microbatch)
+            loss = one_pass(microbatch, images, targets)
         memory["activations of a microbatch"] = saved.close()
         return loss
 
