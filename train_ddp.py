@@ -51,8 +51,8 @@ def build(cfg: Config, session: Session, sizes: RunSizes) -> Run:
         process_group=mesh.get_group("dp"),
         bucket_cap_mb=cfg.ddp.bucket_cap_mb,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # they are constants
     )
+    model.broadcast_buffers = False  # they are constants; not the argument, which torch 2.14 has another name for
 
     # Optimizer: the whole of it on every rank.
     optimizer = build_optimizer(model, cfg, no_weight_decay=module.no_weight_decay())

@@ -95,7 +95,17 @@ def build(cfg: Config, session: Session, sizes: RunSizes) -> Run:
     # Moments and averages learn where they lie, too.
     preprocess_state_dict_for_uneven_dtensor({**state.tensors(), "model": {}})
     teacher = build_teacher(cfg, sizes, device, mesh["dp_shard"])
-    return Run(model, optimizer, grad_sync, mesh, state, module.flops_per_image(cfg.patches_per_image()), teacher)
+    flops = module.flops_per_image(cfg.patches_per_image())
+
+    # What the library puts on parameters, hooks and methods, refers to the whole model, and Python's garbage collector
+    # does not see it: the model of an image size would stay in memory after its part of the run.
+    def release() -> None:
+        for hook in model.grad_acc_hooks.values():
+            hook.remove()
+        for parameter in model.raw_param.values():
+            vars(parameter).clear()
+
+    return Run(model, optimizer, grad_sync, mesh, state, flops, teacher, release)
 
 
 if __name__ == "__main__":

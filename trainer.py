@@ -47,6 +47,7 @@ class Run:
         state: the tensors to save, load and clip, under timm's names.
         flops_per_image: of one forward pass.
         teacher: teacher(images) -> logits, to learn from beside the labels; None without distillation.
+        release: called before another stage's run is made: lets go of what garbage collection cannot.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class Run:
     state: checkpoint.TrainState
     flops_per_image: float
     teacher: Callable[[torch.Tensor], torch.Tensor] | None
+    release: Callable[[], None] = lambda: None
 
 
 class NonFiniteError(RunError):
@@ -132,6 +134,7 @@ def train(build: Callable[[Config, Session, RunSizes], Run], cfg: Config, sessio
         if session.stop.signal:
             break
         resident = resident_images(loaders[0])
+        run.release()
         del run, loaders, given  # before the next stage's are made
     assert metrics is not None  # the last stage is always there
     assert profiler is not None

@@ -137,6 +137,11 @@ class TEAttention(nn.Module):
         self.proj = layers.make("attn.proj", "Linear", width, width, bias=cfg.proj_bias)
         self.proj_drop = nn.Dropout(cfg.proj_drop_rate)
 
+    def reset_parameters(self) -> None:
+        """For builders that go module by module; the layers reset themselves."""
+        for parameter in self.parameters(recurse=False):
+            nn.init.zeros_(parameter)
+
     def forward(self, x: torch.Tensor, rope: torch.Tensor | None, is_first_microbatch: bool | None) -> torch.Tensor:
         """(B, N, D) -> (B, N, D)."""
         options = {"multiple": self.row_multiple, "is_first_microbatch": is_first_microbatch}
@@ -253,6 +258,11 @@ class TEBlock(nn.Module):
             self.gamma_2 = None if cfg.attn_only_layer_scale else nn.Parameter(torch.empty(width))
         elif cfg.init_values is not None:
             self.ls1, self.ls2 = (LayerScale(width, cfg.init_values) for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        """For builders that go module by module; the layers reset themselves."""
+        for parameter in self.parameters(recurse=False):
+            nn.init.constant_(parameter, self.init_values)
 
     def forward(
         self,

@@ -11,6 +11,7 @@ place of the script's main) and "before" (a function of this file to run first).
 import launch
 
 import faulthandler
+import gc
 import importlib
 import itertools
 import json
@@ -206,6 +207,7 @@ def measure_borders(cfg):
     import trainer
 
     count_replays_of_fresh_code(cfg)
+    gc.collect()
     before, at_border = torch.cuda.memory_allocated(), trainer._at_border
 
     def measured(stage, session):
