@@ -153,14 +153,12 @@ def outputs_and_gradients(model, x, seed=2):
     return {"logits": logits.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
 
-# Absolutely: the gradient of the keys' bias is rounding noise.
-assert_close = functools.partial(assert_same, atol=1e-5)
-
-
-def assert_close_for_their_size(actual, expected):
-    """To 1e-5 of a tensor's largest value, or of 1."""
+def assert_close(actual, expected):
+    """To 1e-5 of a tensor's largest value, or of 1: the gradient of the keys' bias is rounding noise."""
     sizes = {name: max(1.0, value.abs().max().item()) for name, value in expected.items()}
-    assert_close(*({name: value / sizes[name] for name, value in side.items()} for side in (actual, expected)))
+    assert_same(
+        *({name: value / sizes[name] for name, value in side.items()} for side in (actual, expected)), atol=1e-5
+    )
 
 
 def drawn(cfg, seed=0):
@@ -211,8 +209,7 @@ def test_logits_and_gradients_are_timms(overrides):
     cfg = small(overrides)
     ours, theirs = pair_with_timm(cfg)
     assert list(ours.state_dict()) == list(theirs.state_dict())
-    compare = assert_close_for_their_size if cfg.later_options() else assert_close
-    compare(outputs_and_gradients(ours, images(cfg)), outputs_and_gradients(theirs, images(cfg)))
+    assert_close(outputs_and_gradients(ours, images(cfg)), outputs_and_gradients(theirs, images(cfg)))
 
 
 @pytest.mark.parametrize(
@@ -240,8 +237,7 @@ def test_random_numbers_of_training_are_timms(monkeypatch, overrides):
     stays = iter(keep[1:].flatten(0, 1) > 0)
     monkeypatch.setattr(torch.Tensor, "bernoulli_", lambda t, _: t.copy_(next(stays)))
     trained = outputs_and_gradients(ours, x)
-    compare = assert_close_for_their_size if cfg.later_options() else assert_close
-    compare(trained, outputs_and_gradients(theirs, x))
+    assert_close(trained, outputs_and_gradients(theirs, x))
     calm = ours.eval()(x)
     assert (calm - trained["logits"]).abs().max() > 1e-3
     torch.testing.assert_close(calm, theirs.eval()(x), atol=1e-5, rtol=0)
@@ -824,7 +820,7 @@ def test_recomputing_changes_no_number(overrides):
         first = next(module for module in block.modules() if isinstance(module, nn.LayerNorm | nn.RMSNorm))
         first.register_forward_hook(lambda *_: calls.append(1))
     x = images(cfg, batch=8)
-    assert_close(outputs_and_gradients(recomputed, x), outputs_and_gradients(plain, x), atol=0)
+    assert_same(outputs_and_gradients(recomputed, x), outputs_and_gradients(plain, x))
     assert len(calls) == 2 * cfg.depth
 
 
