@@ -138,7 +138,7 @@ class TEAttention(nn.Module):
         self.proj_drop = nn.Dropout(cfg.proj_drop_rate)
 
     def reset_parameters(self) -> None:
-        """For builders that go module by module; the layers reset themselves."""
+        """A value for builders that go module by module, until `init_weights` draws it."""
         for parameter in self.parameters(recurse=False):
             nn.init.zeros_(parameter)
 
@@ -260,9 +260,9 @@ class TEBlock(nn.Module):
             self.ls1, self.ls2 = (LayerScale(width, cfg.init_values) for _ in range(2))
 
     def reset_parameters(self) -> None:
-        """For builders that go module by module; the layers reset themselves."""
+        """As `TEAttention.reset_parameters`."""
         for parameter in self.parameters(recurse=False):
-            nn.init.constant_(parameter, self.init_values)
+            nn.init.zeros_(parameter)
 
     def forward(
         self,

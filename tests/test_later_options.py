@@ -223,6 +223,10 @@ KINDS = {  # name -> options of the model, on top of ON_GPU
     "table_shared": f"{BLOCKS['table_shared']} reg_tokens=0",
     "distilled": f"{DISTILLED} reg_tokens=0",
 }
+TE = "transformer_engine=true"
+KINDS |= {f"te_{name}": f"{KINDS[name]} {TE}" for name in ("dinov3", "eva02", "sapiens2")}
+KINDS["te_biases"] = f"{ROPES['biases for queries and values']} init_values=0.1 {TE}"
+IN_FP8 = [*keys(KINDS["te_eva02"]), "fp8_config.enabled=true"]
 MIXED = f"{ROPES['mixed']} reg_tokens=0"  # DDP alone
 CHAINED = ("dinov3", "differential", "table_shared")
 COMPILED = ("dinov3", "table_shared")  # no random numbers inside of a block, of which compiled ones draw others
@@ -255,7 +259,7 @@ def _tasks(nproc, image_folder, folder):
     task = functools.partial(task_of, image_folder, folder, base=base, before="count_replays")
     teacher = f"distillation.teacher={write_teacher(folder / 'teacher')}"
     groups = {name: keys(options) for name, options in KINDS.items()}
-    groups |= {"packed": [*ROWS, "model.drop_path_rate=0"], "taught": [*TAUGHT, teacher]}
+    groups |= {"packed": [*ROWS, "model.drop_path_rate=0"], "taught": [*TAUGHT, teacher], "fp8": IN_FP8}
     groups |= {"odd": keys(ODD)} if nproc == 2 else {}
     tasks = []
     for name, options in groups.items():
@@ -301,7 +305,7 @@ def test_gpu_runs_end_well(runs, nproc):
     assert not errors, f"{len(errors)} of {len(outcomes)} runs, see {folder}/output.txt: {errors}"
 
 
-@pytest.mark.parametrize("name", [*KINDS, "taught", "mixed"])
+@pytest.mark.parametrize("name", [*KINDS, "taught", "mixed", "fp8"])
 def test_a_recorded_pass_changes_no_digit(runs, nproc, name):
     """Losses, gradient norms, scores; a teacher's answers are fed to the recording."""
     outcomes, folder = runs(nproc)
