@@ -330,7 +330,7 @@ def test_later_options_train_and_resume_on_a_gpu(image_folder, tmp_path):
     task = functools.partial(task_of, image_folder, tmp_path, base=[*TINY, *ON_GPU])
     te = ["model.transformer_engine=true"]
     stages = {"plain": [], "te": te, "fp8": [*te, "fp8_config.enabled=true"]}
-    tasks, whole = [], ["lr_scheduler.num_training_steps=8", "optimizer.lr=3e-3"]
+    tasks, whole = [], ["lr_scheduler.num_training_steps=8"]
     for name in ("eva02", "sapiens2"):
         options = [item for item in later(name) if "pool" not in item] + ["checkpoint.save_final_model=false"]
         for script, (stage, more) in itertools.product(("train_ddp", "train_fsdp2"), stages.items()):
@@ -345,9 +345,10 @@ def test_later_options_train_and_resume_on_a_gpu(image_folder, tmp_path):
     assert not {name: ranks[0]["error"] for name, ranks in outcomes.items() if "error" in ranks[0]}
     for name in ("eva02", "sapiens2"):
         want = column(tmp_path, f"{name}-train_ddp-plain", "train/loss")
-        for run_name in [f"{name}-{script}-{stage}" for script in ("train_ddp", "train_fsdp2") for stage in stages]:
-            assert column(tmp_path, run_name, "train/loss") == pytest.approx(want, abs=0.05), run_name
-        assert column(tmp_path, f"{name}-chain", "train/loss") == pytest.approx(want, abs=0.05)
+        for script, stage in itertools.product(("train_ddp", "train_fsdp2"), stages):
+            got = column(tmp_path, f"{name}-{script}-{stage}", "train/loss")
+            assert got == pytest.approx(want, abs=0.1 if stage == "fp8" else 0.05), (script, stage)
+        assert column(tmp_path, f"{name}-chain", "train/loss") == pytest.approx(want, abs=0.1)
 
 
 @on_recipes
