@@ -42,6 +42,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "cuda_graphs": ("runtime/cuda_graphs.py", "trainer.py", "optim.py"),
     "curve": (*TRAINING, "vit_te.py"),
     "demo": (*TRAINING, "train_fsdp2.py", "config/L0_sanity.yaml"),
+    "distillation": (*TRAINING, "distillation.py", "tools/compare.py"),
     "doctor": ("tools/doctor.py",),
     "dry_run": ("tools/dry_run.py", "train_fsdp2.py", "trainer.py"),
     "elastic_campaign": (*STOPPING, "runtime/session.py", "tools/elastic_campaign.py"),
