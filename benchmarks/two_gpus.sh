@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only two GPUs can show, in parts of at most ten minutes each:
-#     bash benchmarks/two_gpus.sh right|graphs|fast|large FOLDER
+#     bash benchmarks/two_gpus.sh alone|right|graphs|fast|large FOLDER
 # Each part writes its files into FOLDER and packs them into FOLDER/<part>.tar.gz, whatever ended early.
 set -u
 part=$1 folder=$2
@@ -46,10 +46,33 @@ until_line() {
 }
 
 case $part in
+alone) # two runs of one GPU each: CIFAR-10 in one command (CIFAR=folder, OPTIONS=overrides), and the curve over depth
+    half=$(($(nproc) / 2))
+    (
+        taskset -cp 0-$((half - 1)) $BASHPID >/dev/null
+        export CUDA_VISIBLE_DEVICES=0
+        began=$SECONDS
+        timeout -k 15 450 python train_ddp.py --config-name cifar10_vit_sizes data.path="$CIFAR" ${OPTIONS:-} \
+            output_dir=/tmp/cifar_run >"$files/cifar.log" 2>&1
+        echo "cifar: code $? after $((SECONDS - began)) s, $(grep -o 'val/top1 [0-9.]*' "$files/cifar.log" | tail -1)" |
+            tee -a "$files/summary.txt"
+        cp /tmp/cifar_run/metrics.jsonl /tmp/cifar_run/status.json "$files"
+    ) &
+    (
+        taskset -cp "$half"-$((2 * half - 1)) $BASHPID >/dev/null
+        export CUDA_VISIBLE_DEVICES=1
+        timeout -k 10 300 python tools/benchmark.py compare --sizes large_patch16:128:{24,12,6} --steps 10 \
+            --variants "^(timm, compiled|ours, TE, BF16|ours, TE, FP8 delayed)" --output "$files/peers_l16_depths.json" \
+            >"$files/depths.log" 2>&1
+        echo "depths: code $?, $(grep -c '^{' "$files/depths.log") rows" | tee -a "$files/summary.txt"
+    ) &
+    wait
+    ;;
 right) # gradients, replicas, resumes over GPU counts, tensor parallelism over NCCL
     run_tests gpu_counts 200 tests/test_gpu_counts.py -m multi_gpu
     run_tests tensor_parallel 100 tests/test_tensor_parallel.py -m gpu
     run_tests gpu 280 tests/test_gpu.py -m multi_gpu
+    run_tests later_options 150 tests/test_later_options.py -m multi_gpu
     ;;
 graphs) # the same digits with and without, and FP8's grid
     run_tests cuda_graphs 420 tests/test_cuda_graphs.py -m multi_gpu
@@ -87,7 +110,7 @@ large) # 10 billion parameters: 30 steps with a save in step 20, then step 20 to
     rm -rf $place/10b
     ;;
 *)
-    echo "error: part=$part: give right, graphs, fast or large" >&2
+    echo "error: part=$part: give alone, right, graphs, fast or large" >&2
     exit 2
     ;;
 esac
