@@ -66,6 +66,8 @@ def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:
     receive, send = context.Pipe(duplex=False)
 
     def child() -> None:
+        # A fork's first call makes torch's pool of threads anew; left to autograd's threads, two at once can find none.
+        torch.set_num_threads(torch.get_num_threads())
         try:
             send.send(work(*arguments))
         except BaseException as error:
