@@ -65,6 +65,7 @@ def build(cfg: Config, session: Session, sizes: RunSizes) -> Run:
         fsdp_unit_modules=list({type(unit) for unit in module.shard_units()}),
         zero_dp_strategy=cfg.mfsdp.zero_dp_strategy,
         outer_dp_sharding_strategy=cfg.mfsdp.outer_dp_sharding_strategy,
+        device=device,
         init_model_with_meta_device=sharded_weights,
         cuda_graph_mode=cfg.cuda_graphs,  # zero_grad leaves the gradients where a replay writes them
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32),

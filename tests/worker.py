@@ -335,6 +335,16 @@ def doctor(cfg):
     return {"code": code, "shown": shown.getvalue(), "times": times}
 
 
+def megatron_fsdp_on_a_cpu(cfg):
+    """train_mfsdp.py by the library itself, in host memory."""
+    import stand_in_cuda
+
+    import train_mfsdp
+
+    with stand_in_cuda.installed():
+        return train_mfsdp.main(cfg)
+
+
 def start_memory(cfg):
     """tools/start_memory.py on this rank."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
