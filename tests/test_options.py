@@ -1,12 +1,11 @@
 """No option is passed over: every key, with every script, is read by the run or refused by name.
 
-What a run reads is recorded, not listed: the classes of schema.py note each field that is asked for. Megatron-FSDP and
-TransformerEngine need a GPU; of train_mfsdp.py the keys that its text names count, and the loop is shared.
+What a run reads is recorded, not listed: the classes of schema.py note each field that is asked for. For Megatron-FSDP
+stand_in_cuda.py has what it asks of a GPU; what TransformerEngine reads is in tests/test_fp8.py.
 """
 
 import launch
 
-import ast
 import contextlib
 import dataclasses
 import importlib
@@ -17,9 +16,10 @@ import types
 from unittest import mock
 
 import pytest
+import stand_in_cuda
 import torch
 from configs import schema_leaves, sections
-from conftest import ROOT, SCRIPTS, error_of, make_images, tiny_config
+from conftest import SCRIPTS, error_of, make_images, tiny_config
 from pydantic import TypeAdapter
 from weight_files import write_teacher
 
@@ -264,26 +264,15 @@ def keys_read(cfg, script, folder):
     cfg = with_keys(cfg, {"output_dir": str(folder), "checkpoint.ckpt_dir": str(folder / "checkpoints")})
     root = logging.getLogger()
     before = root.level, list(root.handlers)
-    with pytest.MonkeyPatch.context() as patch, recorded() as read:
+    with pytest.MonkeyPatch.context() as patch, recorded() as read, contextlib.ExitStack() as stack:
         patch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: mock.MagicMock()))
         launch.ranks_to_use(cfg, script, 1)  # as the way in does
+        if script == "train_mfsdp":
+            stack.enter_context(stand_in_cuda.installed())
         importlib.import_module(script).main(cfg)
     root.level, root.handlers[:] = before
     preemption._received.clear()
     return read
-
-
-def keys_named(script):
-    """The keys that a script's own text asks for, as cfg.<section>.<key>."""
-    chains = set()
-    for node in ast.walk(ast.parse((ROOT / f"{script}.py").read_text())):
-        path = []
-        while isinstance(node, ast.Attribute):
-            path.insert(0, node.attr)
-            node = node.value
-        if isinstance(node, ast.Name) and node.id == "cfg":
-            chains.add(".".join(path))
-    return chains & schema_leaves()
 
 
 @pytest.fixture(scope="module")
@@ -297,17 +286,14 @@ def folders(made_shards, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def read_by(image_folder, folders, tmp_path_factory):
-    """A function: script, changes -> the keys that its run reads; of train_mfsdp.py by way of train_fsdp2.py."""
+    """A function: script, changes -> the keys that its run reads."""
     known = {}
 
     def keys(script, changes):
-        runs = "train_fsdp2" if script == "train_mfsdp" else script
-        name = (runs, json.dumps(changes))
+        name = (script, json.dumps(changes))
         if name not in known:
-            cfg = with_keys(plain(image_folder), placed(changes, folders))
-            known[name] = keys_read(cfg, runs, tmp_path_factory.mktemp("run"))
-        if script == "train_mfsdp":
-            return {key for key in known[name] if not key.startswith("fsdp2.")} | keys_named(script)
+            cfg = with_keys(plain(image_folder, script), placed(changes, folders))
+            known[name] = keys_read(cfg, script, tmp_path_factory.mktemp("run"))
         return known[name]
 
     return keys
