@@ -26,6 +26,7 @@ CASES = {  # options, on top of TINY
     "differential": [*keys(BLOCKS["differential_parallel"]), "model.num_heads=2"],
     "table_shared": [*keys(BLOCKS["table_shared"]), "model.num_heads=2"],
     "distilled": keys("distilled=true global_pool=token class_token=true"),
+    "sizes": ["data.size_schedule=[{epoch:1.2,img_size:24}]"],  # 3 steps of 24 of the 60 images
     "packed": ["data.packing.enabled=true", "data.packing.images_per_row=4"],
     # A border between two ranks would cut a row of the patch embedding, if positions lay before it.
     "odd": keys("img_size=40 class_token=false"),
