@@ -46,7 +46,7 @@ until_line() {
 }
 
 case $part in
-alone) # two runs of one GPU each: CIFAR-10 in one command (CIFAR=folder, OPTIONS=overrides), and the curve over depth
+alone) # two lines of one GPU each: CIFAR-10 in one command (CIFAR=folder, OPTIONS=overrides); the curve over depth, strategies
     half=$(($(nproc) / 2))
     (
         taskset -cp 0-$((half - 1)) $BASHPID >/dev/null
@@ -61,10 +61,14 @@ alone) # two runs of one GPU each: CIFAR-10 in one command (CIFAR=folder, OPTION
     (
         taskset -cp "$half"-$((2 * half - 1)) $BASHPID >/dev/null
         export CUDA_VISIBLE_DEVICES=1
-        timeout -k 10 300 python tools/benchmark.py compare --sizes large_patch16:128:{24,12,6} --steps 10 \
+        timeout -k 10 300 python tools/benchmark.py compare --sizes large_patch16:128:{6,12,24} --steps 10 \
             --variants "^(timm, compiled|ours, TE, BF16|ours, TE, FP8 delayed)" --output "$files/peers_l16_depths.json" \
             >"$files/depths.log" 2>&1
         echo "depths: code $?, $(grep -c '^{' "$files/depths.log") rows" | tee -a "$files/summary.txt"
+        # What twice one GPU would be, for `fast` on the same machine.
+        sizes="large_patch16:128 large_patch16:256 huge_patch14:64 base_patch16:512"
+        strategies one_te 200 1 --sizes $sizes --variants "BF16|delayed" --scripts train_ddp
+        strategies one_compiled 60 1 --sizes large_patch16:128 --variants compiled --scripts train_ddp
     ) &
     wait
     ;;
@@ -77,21 +81,10 @@ right) # gradients, replicas, resumes over GPU counts, tensor parallelism over N
 graphs) # the same digits with and without, and FP8's grid
     run_tests cuda_graphs 420 tests/test_cuda_graphs.py -m multi_gpu
     ;;
-fast) # two GPUs, then each alone, which is what twice one GPU would be
+fast) # two GPUs; what one makes is in `alone`
     strategies two_compiled 90 2 --sizes large_patch16:128 --variants compiled
     sizes="large_patch16:128 large_patch16:256 huge_patch14:64 base_patch16:512"
-    strategies two_te 300 2 --sizes $sizes --variants "BF16|delayed|ZeRO"
-    half=$(($(nproc) / 2)) # of the cores for each: loaders of two runs on all of them keep both runs from their cores
-    for gpu in 0 1; do
-        [ $gpu = 0 ] && mine="large_patch16:128 large_patch16:256" || mine="huge_patch14:64 base_patch16:512"
-        (
-            taskset -cp $((gpu * half))-$((gpu * half + half - 1)) $BASHPID >/dev/null
-            export CUDA_VISIBLE_DEVICES=$gpu
-            strategies one_te_$gpu 90 1 --sizes $mine --variants "BF16|delayed" --scripts train_ddp
-        ) &
-    done
-    wait
-    CUDA_VISIBLE_DEVICES=0 strategies one_compiled 60 1 --sizes large_patch16:128 --variants compiled --scripts train_ddp
+    strategies two_te 360 2 --sizes $sizes --variants "BF16|delayed|ZeRO"
     ;;
 large) # 10 billion parameters: 30 steps with a save in step 20, then step 20 to 30 again in a fresh process
     run="torchrun --standalone --nproc-per-node 2 train_fsdp2.py --config-name vit_10b_patch14_224 global_batch_size=128"

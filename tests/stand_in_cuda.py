@@ -39,7 +39,7 @@ def at_once(collective):
 
 
 def scaled(gradient, factor, _):
-    """The library's way without NCCL's product before the sum."""
+    """The library's way without NCCL's product before the sum; with replicas of one rank each not NCCL's result."""
     if factor is not None:
         gradient.mul_(factor)
     return dist.ReduceOp.SUM
