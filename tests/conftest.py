@@ -38,7 +38,7 @@ from runtime.session import Session
 from vit import VisionTransformer
 
 SCRIPTS = ("train_ddp", "train_fsdp2", "train_mfsdp")
-CPU_SCRIPTS = SCRIPTS[:2]  # Megatron-FSDP needs a GPU
+CPU_SCRIPTS = SCRIPTS[:2]  # Megatron-FSDP's runs on a CPU, by a stand-in: test_megatron_fsdp.py
 ROOT = Path(__file__).resolve().parent.parent
 quick_hydra.install()
 torch.set_num_threads(1)  # as torchrun does: the same sums in every process

@@ -79,7 +79,8 @@ def lives(image_folder, tmp_path_factory):
 
 
 GPUS = [pytest.mark.multi_gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
-PLACES = [("cpu", "train_ddp"), pytest.param("cpu", "train_fsdp2", marks=pytest.mark.slow)]
+PLACES = [("cpu", "train_ddp")]
+PLACES += [pytest.param("cpu", script, marks=pytest.mark.slow) for script in ("train_fsdp2", "train_mfsdp")]
 PLACES += [pytest.param("gpu", script, marks=GPUS) for script in SCRIPTS]
 
 

@@ -10,6 +10,7 @@ place of the script's main) and "before" (a function of this file to run first).
 
 import launch
 
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -26,6 +27,7 @@ from pathlib import Path
 from unittest import mock
 
 import quick_hydra
+import stand_in_cuda
 import torch
 import torch.distributed as dist
 
@@ -308,7 +310,6 @@ def train_and_tell(cfg):
 
 def doctor(cfg):
     """tools/doctor.py on these ranks: its exit code and what it prints."""
-    import contextlib
     import io
 
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
@@ -333,16 +334,6 @@ def doctor(cfg):
         code = doctor.main(arguments)
     dist.destroy_process_group, doctor.show = leave, show
     return {"code": code, "shown": shown.getvalue(), "times": times}
-
-
-def megatron_fsdp_on_a_cpu(cfg):
-    """train_mfsdp.py by the library itself, in host memory."""
-    import stand_in_cuda
-
-    import train_mfsdp
-
-    with stand_in_cuda.installed():
-        return train_mfsdp.main(cfg)
 
 
 def start_memory(cfg):
@@ -427,7 +418,9 @@ def run(task):
         globals()[task["before"]](cfg)
     if task.get("call"):
         return globals()[task["call"]](cfg)
-    metrics = importlib.import_module(task["script"]).main(cfg) | EXTRA
+    on_a_cpu = task["script"] == "train_mfsdp" and not torch.cuda.is_available()
+    with stand_in_cuda.installed() if on_a_cpu else contextlib.nullcontext():
+        metrics = importlib.import_module(task["script"]).main(cfg) | EXTRA
     return metrics | (look(cfg) if task.get("look") else {})
 
 
