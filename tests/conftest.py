@@ -258,6 +258,18 @@ def task_of(image_folder, folder, name, script, *overrides, base=TINY, output=No
     return {"name": name, "script": script, "overrides": [*base, *places, *overrides], **more}
 
 
+def runs_on_gpus(tasks, image_folder, tmp_path_factory):
+    """A function: number of GPUs -> (outcomes, folder) of tasks(number, image_folder, folder), which may fail."""
+
+    @started_once
+    def start(nproc):
+        folder = tmp_path_factory.mktemp(f"gpus_{nproc}")
+        made = tasks(nproc, image_folder, folder)
+        return run_tasks(made, nproc=nproc, folder=folder, timeout=400, strict=False), folder
+
+    return start
+
+
 def run_command(command, *, nproc=None, timeout=240, cwd=ROOT, env=None):
     """Run an entrypoint as a user does, through torchrun if `nproc` is given; returns the finished process."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]

@@ -13,7 +13,7 @@ import json
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ON_GPU, SCRIPTS, TINY, column, run_tasks, started_once, task_of, weights
+from conftest import ON_GPU, SCRIPTS, TINY, column, runs_on_gpus, task_of, weights
 
 from runtime import process_group
 
@@ -31,16 +31,7 @@ ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 @pytest.fixture(scope="module")
 def runs(image_folder, tmp_path_factory):
-    """A function: number of GPUs -> (outcomes, folder)."""
-
-    @started_once
-    def start(nproc):
-        folder = tmp_path_factory.mktemp(f"gpus_{nproc}")
-        return run_tasks(
-            _tasks(nproc, image_folder, folder), nproc=nproc, folder=folder, timeout=400, strict=False
-        ), folder
-
-    return start
+    return runs_on_gpus(_tasks, image_folder, tmp_path_factory)
 
 
 def _tasks(nproc, image_folder, folder):

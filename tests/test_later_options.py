@@ -12,7 +12,7 @@ import types
 
 import pytest
 import torch
-from conftest import ON_GPU, SCRIPTS, TINY, column, error_of, run_tasks, started_once, task_of, tiny_config
+from conftest import ON_GPU, SCRIPTS, TINY, column, error_of, runs_on_gpus, task_of, tiny_config
 from test_distillation import TOKENS
 from test_packing import GRIDS, images_of, model_of, packed
 from test_vit import BLOCKS, ROPES, images, keys, small
@@ -240,16 +240,7 @@ SIZES = ["data.size_schedule=[{epoch:11.2,img_size:48}]", "ema.decay=0.8"]  # 14
 
 @pytest.fixture(scope="module")
 def runs(image_folder, tmp_path_factory):
-    """A function: number of GPUs -> (outcomes, folder)."""
-
-    @started_once
-    def start(nproc):
-        folder = tmp_path_factory.mktemp(f"gpus_{nproc}")
-        return run_tasks(
-            _tasks(nproc, image_folder, folder), nproc=nproc, folder=folder, timeout=400, strict=False
-        ), folder
-
-    return start
+    return runs_on_gpus(_tasks, image_folder, tmp_path_factory)
 
 
 def _tasks(nproc, image_folder, folder):
