@@ -50,17 +50,13 @@ def installed():
     """Inside, Megatron-FSDP shards models in host memory."""
     from megatron_fsdp import param_and_grad_buffer as library
 
-    with contextlib.ExitStack() as patches:
-        for owner, values in (
-            (torch.cuda, {"Stream": Done, "Event": Done, "stream": lambda _: contextlib.nullcontext()}),
-            (torch.cuda, {"current_stream": Done, "current_device": lambda: 0, "synchronize": lambda: None}),
-            (torch.Tensor, {"cuda": lambda tensor: tensor}),
-            (library, {"_coalescing_manager": coalescing, "gradient_reduce_preprocessing": scaled}),
-            (
-                dist,
-                {name: at_once(getattr(dist, name)) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")},
-            ),
-            (dist, {"all_reduce": at_once(dist.all_reduce)}),
-        ):
-            patches.enter_context(mock.patch.multiple(owner, **values))
+    cuda = {"Stream": Done, "Event": Done, "current_stream": Done, "stream": lambda _: contextlib.nullcontext()}
+    cuda |= {"current_device": lambda: 0, "synchronize": lambda: None}
+    collectives = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+    with (
+        mock.patch.multiple(torch.cuda, **cuda),
+        mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor),
+        mock.patch.multiple(library, _coalescing_manager=coalescing, gradient_reduce_preprocessing=scaled),
+        mock.patch.multiple(dist, **{name: at_once(getattr(dist, name)) for name in collectives}),
+    ):
         yield

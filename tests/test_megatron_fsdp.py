@@ -12,9 +12,12 @@ import shutil
 
 import pytest
 from conftest import TINY, assert_same, column, run_tasks, started_once, task_of, weights
+from test_gpu import OPTIMIZERS, ZERO_STRATEGIES
 from test_vit import BLOCKS, ROPES, keys
 
 STEPS, HALF = 6, 3
+BASE = [*TINY, "precision=bf16", f"num_train_steps={STEPS}", f"evaluation.every_n_steps={HALF}"]
+LENGTH = [f"lr_scheduler.num_training_steps={STEPS}"]
 CASES = {  # options, on top of TINY
     "plain": [],
     "averaged": ["ema.decay=0.9", "optimizer.layer_decay=0.7", "optimizer.lr=1e-2"],
@@ -22,13 +25,9 @@ CASES = {  # options, on top of TINY
     # A border between two ranks would cut a row of the patch embedding, if positions lay before it.
     "odd": keys("img_size=40 class_token=false"),
 }
-MORE = {
+MORE = OPTIMIZERS | {
     "accumulated": ["micro_batch_size=4"],
     "recomputed": ["activation_checkpointing=true"],
-    "lamb": ["optimizer.name=lamb"],
-    "short moments": ["optimizer.state_dtype=bf16", "optimizer.betas=[0.9,0.95]"],
-    "sgd": ["optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.betas=null", "optimizer.eps=null"],
-    "muon": ["optimizer.name=muon", "optimizer.momentum=0.95"],
     "dinov3": [*keys(ROPES["dinov3"]), "model.img_size=16"],
     "sapiens2": keys(ROPES["sapiens2"]),
     "differential": [*keys(BLOCKS["differential_parallel"]), "model.num_heads=2"],
@@ -37,7 +36,6 @@ MORE = {
     "sizes": ["data.size_schedule=[{epoch:1.2,img_size:24}]"],  # 3 steps of 24 of the 60 images
     "packed": ["data.packing.enabled=true", "data.packing.images_per_row=4"],
 }
-ZERO = ("no_shard", "optim", "optim_grads")  # besides the default
 CHAINS = list(itertools.product(("train_ddp", "train_fsdp2", "train_mfsdp"), repeat=2))
 CHAINS = [pair for pair in CHAINS if "train_mfsdp" in pair]
 RESIZED = [pair for pair in CHAINS if "train_ddp" not in pair]
@@ -76,10 +74,6 @@ def resized(runs, image_folder, tmp_path_factory):
     return start
 
 
-BASE = [*TINY, "precision=bf16", f"num_train_steps={STEPS}", f"evaluation.every_n_steps={HALF}"]
-LENGTH = [f"lr_scheduler.num_training_steps={STEPS}"]
-
-
 def of_replicas(task):
     """Two copies of the model, each in two parts."""
     tasks = []
@@ -96,7 +90,7 @@ def of_more(task, cases=MORE):
 
 def of_cases(task):
     tasks = of_more(task, CASES)
-    tasks += [task(f"zero-{zero}", "train_mfsdp", f"mfsdp.zero_dp_strategy={zero}") for zero in ZERO]
+    tasks += [task(f"zero-{zero}", "train_mfsdp", f"mfsdp.zero_dp_strategy={zero}") for zero in ZERO_STRATEGIES]
     tasks.append(task("poisoned", "train_mfsdp", before="poison_new_memory"))
     for first, then in CHAINS:
         for script, stop in ((first, HALF), (then, STEPS)):
@@ -134,7 +128,7 @@ def test_it_exports_what_fsdp2_does(runs, nproc, tasks, name):
 
 
 @over_ranks
-@pytest.mark.parametrize("zero", ZERO)
+@pytest.mark.parametrize("zero", ZERO_STRATEGIES)
 def test_every_way_to_shard_gives_the_same_losses(runs, nproc, zero):
     folder = runs(nproc, of_cases)
     want = column(folder, "plain-train_mfsdp", "train/loss")
