@@ -47,7 +47,8 @@ until_line() {
 
 case $part in
 alone) # two lines of one GPU each: CIFAR-10 in one command (CIFAR=folder, OPTIONS=overrides); the curve over depth, strategies
-    half=$(($(nproc) / 2))
+    : "${CIFAR:?a folder with CIFAR-10, train/ and val/}"
+    half=$(($(nproc) / 2)) # of the cores for each: loaders of two runs on all of them keep both runs from their cores
     (
         taskset -cp 0-$((half - 1)) $BASHPID >/dev/null
         export CUDA_VISIBLE_DEVICES=0
