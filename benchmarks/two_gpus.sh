@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only two GPUs can show, in parts of at most ten minutes each:
-#     bash benchmarks/two_gpus.sh alone|right|graphs|fast|large FOLDER
+#     bash benchmarks/two_gpus.sh alone|right|fast|large FOLDER
 # Each part writes its files into FOLDER and packs them into FOLDER/<part>.tar.gz, whatever ended early.
 set -u
 part=$1 folder=$2
@@ -45,47 +45,33 @@ until_line() {
     echo "$(basename "$log"): code $? after $((SECONDS - began)) s" | tee -a "$files/summary.txt"
 }
 
+sizes="large_patch16:128 large_patch16:256 huge_patch14:64 base_patch16:512"
+
 case $part in
-alone) # two lines of one GPU each: CIFAR-10 in one command (CIFAR=folder, OPTIONS=overrides); the curve over depth, strategies
-    : "${CIFAR:?a folder with CIFAR-10, train/ and val/}"
-    half=$(($(nproc) / 2)) # of the cores for each: loaders of two runs on all of them keep both runs from their cores
-    (
-        taskset -cp 0-$((half - 1)) $BASHPID >/dev/null
-        export CUDA_VISIBLE_DEVICES=0
-        began=$SECONDS
-        timeout -k 15 450 python train_ddp.py --config-name cifar10_vit_sizes data.path="$CIFAR" ${OPTIONS:-} \
-            output_dir=/tmp/cifar_run >"$files/cifar.log" 2>&1
-        echo "cifar: code $? after $((SECONDS - began)) s, $(grep -o 'val/top1 [0-9.]*' "$files/cifar.log" | tail -1)" |
-            tee -a "$files/summary.txt"
-        cp /tmp/cifar_run/metrics.jsonl /tmp/cifar_run/status.json "$files"
-    ) &
-    (
-        taskset -cp "$half"-$((2 * half - 1)) $BASHPID >/dev/null
-        export CUDA_VISIBLE_DEVICES=1
-        timeout -k 10 300 python tools/benchmark.py compare --sizes large_patch16:128:{6,12,24} --steps 10 \
-            --variants "^(timm, compiled|ours, TE, BF16|ours, TE, FP8 delayed)" --output "$files/peers_l16_depths.json" \
-            >"$files/depths.log" 2>&1
-        echo "depths: code $?, $(grep -c '^{' "$files/depths.log") rows" | tee -a "$files/summary.txt"
-        # What twice one GPU would be, for `fast` on the same machine.
-        sizes="large_patch16:128 large_patch16:256 huge_patch14:64 base_patch16:512"
-        strategies one_te 200 1 --sizes $sizes --variants "BF16|delayed" --scripts train_ddp
-        strategies one_compiled 60 1 --sizes large_patch16:128 --variants compiled --scripts train_ddp
-    ) &
+alone) # what one GPU makes, for `fast` on the same machine; CUDA_VISIBLE_DEVICES and taskset choose it and its cores
+    strategies one_te 200 1 --sizes $sizes --variants "BF16|delayed" --scripts train_ddp
+    strategies one_compiled 60 1 --sizes large_patch16:128 --variants compiled --scripts train_ddp
+    ;;
+right) # all at the same time, since most of it is the host's: gradients, replicas, resumes over GPU counts, graphs, FP8
+    run_tests gpu_counts 500 tests/test_gpu_counts.py -m multi_gpu &
+    run_tests gpu 500 tests/test_gpu.py -m multi_gpu &
+    run_tests fp8 500 tests/test_fp8.py -m multi_gpu &
+    run_tests cuda_graphs 500 tests/test_cuda_graphs.py -m multi_gpu &
+    run_tests later_options 300 tests/test_later_options.py -m multi_gpu
+    run_tests tensor_parallel 200 tests/test_tensor_parallel.py -m gpu
     wait
     ;;
-right) # gradients, replicas, resumes over GPU counts, tensor parallelism over NCCL
-    run_tests gpu_counts 200 tests/test_gpu_counts.py -m multi_gpu
-    run_tests tensor_parallel 100 tests/test_tensor_parallel.py -m gpu
-    run_tests gpu 280 tests/test_gpu.py -m multi_gpu
-    run_tests later_options 150 tests/test_later_options.py -m multi_gpu
-    ;;
-graphs) # the same digits with and without, and FP8's grid
-    run_tests cuda_graphs 420 tests/test_cuda_graphs.py -m multi_gpu
-    ;;
 fast) # two GPUs; what one makes is in `alone`
-    strategies two_compiled 90 2 --sizes large_patch16:128 --variants compiled
-    sizes="large_patch16:128 large_patch16:256 huge_patch14:64 base_patch16:512"
-    strategies two_te 360 2 --sizes $sizes --variants "BF16|delayed|ZeRO"
+    for script in train_ddp train_fsdp2 train_mfsdp; do # what a step waits for
+        timeout -k 10 60 torchrun --standalone --nproc-per-node 2 tools/benchmark.py profile --script $script \
+            --output "$files/profile_$script.json" -- --config-name vit_te_large_patch16_224 data=synthetic \
+            num_epochs=null num_train_steps=40 global_batch_size=256 fp8_config.enabled=true lr_scheduler.num_warmup_steps=10 \
+            >"$files/profile_$script.log" 2>&1
+        echo "profile of $script: code $?" | tee -a "$files/summary.txt"
+    done
+    strategies two_te 300 2 --sizes $sizes --variants "BF16|delayed"
+    strategies two_zero 60 2 --sizes large_patch16:128 large_patch16:256 --variants ZeRO
+    strategies two_compiled 80 2 --sizes large_patch16:128 --variants compiled
     ;;
 large) # 10 billion parameters: 30 steps with a save in step 20, then step 20 to 30 again in a fresh process
     run="torchrun --standalone --nproc-per-node 2 train_fsdp2.py --config-name vit_10b_patch14_224 global_batch_size=128"
@@ -98,13 +84,13 @@ large) # 10 billion parameters: 30 steps with a save in step 20, then step 20 to
     [ "$(df --output=avail -BG /dev/shm | tr -dc 0-9)" -gt 90 ] && place=/dev/shm # 75 GiB, faster than a disk
     df -h /dev/shm /tmp >"$files/places.txt"
     run+=" $data checkpoint.ckpt_dir=$place/10b"
-    until_line "$files/straight.log" "step 30/" 330 $run output_dir=/tmp/10b_straight
-    until_line "$files/resumed.log" "step 30/" 200 $run output_dir=/tmp/10b_resumed
+    until_line "$files/straight.log" "step 30/" 400 $run output_dir=/tmp/10b_straight
+    until_line "$files/resumed.log" "step 30/" 250 $run output_dir=/tmp/10b_resumed
     for which in straight resumed; do cp /tmp/10b_$which/metrics.jsonl "$files/$which.jsonl"; done
     rm -rf $place/10b
     ;;
 *)
-    echo "error: part=$part: give alone, right, graphs, fast or large" >&2
+    echo "error: part=$part: give alone, right, fast or large" >&2
     exit 2
     ;;
 esac
