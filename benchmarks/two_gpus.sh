@@ -53,12 +53,10 @@ alone) # what one GPU makes, for `fast` on the same machine; CUDA_VISIBLE_DEVICE
     strategies one_compiled 60 1 --sizes large_patch16:128 --variants compiled --scripts train_ddp
     ;;
 right) # all at the same time, since most of it is the host's: gradients, replicas, resumes over GPU counts, graphs, FP8
-    run_tests gpu_counts 500 tests/test_gpu_counts.py -m multi_gpu &
-    run_tests gpu 500 tests/test_gpu.py -m multi_gpu &
-    run_tests fp8 500 tests/test_fp8.py -m multi_gpu &
-    run_tests cuda_graphs 500 tests/test_cuda_graphs.py -m multi_gpu &
-    run_tests later_options 300 tests/test_later_options.py -m multi_gpu
-    run_tests tensor_parallel 200 tests/test_tensor_parallel.py -m gpu
+    for name in gpu_counts gpu fp8 cuda_graphs later_options; do
+        run_tests $name 540 -v tests/test_$name.py -m multi_gpu &
+    done
+    run_tests tensor_parallel 540 -v tests/test_tensor_parallel.py -m gpu &
     wait
     ;;
 fast) # two GPUs; what one makes is in `alone`
