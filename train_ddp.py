@@ -3,7 +3,7 @@
     python train_ddp.py                                                            # one process, the bundled data
     torchrun --standalone --nproc-per-node 8 train_ddp.py --config-name vit_base_patch16_224 data.path=/data/imagenet
 
-The simplest strategy, and the fastest while weights, gradients and optimizer (16 bytes a parameter) fit on one GPU.
+The simplest strategy, for models whose weights, gradients and optimizer (16 bytes a parameter) fit on one GPU.
 """
 
 from launch import launch
