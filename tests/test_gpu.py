@@ -26,6 +26,11 @@ OPTIMIZERS = {
     "layers": ["optimizer.layer_decay=0.5"],
     "bf16-state": ["optimizer.betas=[0.9,0.95]", "optimizer.state_dtype=bf16"],
 }
+TE = ["model.act_layer=gelu_tanh", "model.transformer_engine=true"]
+FP8 = [*TE, "fp8_config.enabled=true", "fp8_config.fp8_recipe=Float8CurrentScaling"]
+BLOCKS = {"plain": [], "te": TE, "fp8": FP8}  # not FP8's delayed scaling, which has no scales in a first step
+# Gradients in FP8 are off by 0.16 of float32's (docs/results.md), each microbatch's in its own way: two by 0.23.
+NEAR = {"fp8": {"scale": 0.1, "direction": 0.35, "noise": 1e-2}}
 ZERO_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
@@ -40,7 +45,10 @@ def _tasks(nproc, image_folder, folder):
     tasks = []
     for script, k in itertools.product(SCRIPTS, (1, 2, 4)):
         accumulation = f"micro_batch_size={48 // nproc // k}"
-        tasks.append(task(f"{script}-{k}", script, "num_train_steps=20", accumulation, before="keep_first_gradients"))
+        tasks.append(task(f"{script}-{k}", script, "num_train_steps=20", accumulation))
+        for block, options in BLOCKS.items():
+            one = ["num_train_steps=1", "checkpoint.ckpt_dir=null", accumulation, *options]
+            tasks.append(task(f"{block}-{script}-{k}", script, *one, before="keep_first_gradients"))
     for script in SCRIPTS:
         tasks.append(task(f"first-{script}", script, "num_train_steps=1", "optimizer.weight_decay=50"))
         tasks.append(task(f"init-{script}", script, "num_train_steps=1", "optimizer.lr=1e-30"))
@@ -82,15 +90,14 @@ def _tasks(nproc, image_folder, folder):
     tasks.append(task("offload", "train_fsdp2", "num_train_steps=10", "fsdp2.cpu_offload=true"))
     for script in SCRIPTS[:2]:
         tasks.append(task(f"fp32-{script}", script, "num_train_steps=10", "precision=fp32"))
-    te = ["model.act_layer=gelu_tanh", "model.transformer_engine=true"]
-    tasks.append(task("plain-tanh", "train_ddp", "num_train_steps=20", te[0]))
+    tasks.append(task("plain-tanh", "train_ddp", "num_train_steps=20", TE[0]))
     for script in SCRIPTS:
-        tasks.append(task(f"te-{script}", script, "num_train_steps=20", *te, before="keep_first_gradients"))
+        tasks.append(task(f"te-{script}", script, "num_train_steps=20", *TE, before="keep_first_gradients"))
     # With, without and with TransformerEngine, and the reverse, each time under another strategy.
     for order in (("train_ddp", "train_mfsdp", "train_fsdp2"), ("train_fsdp2", "train_ddp", "train_mfsdp")):
         name = "te-chain-" + "-".join(script[6:] for script in order)
         for i, (script, stop) in enumerate(zip(order, (8, 14, 20), strict=True)):
-            blocks = te if (i + (order[0] == "train_ddp")) % 2 else te[:1]
+            blocks = TE if (i + (order[0] == "train_ddp")) % 2 else TE[:1]
             length = [f"num_train_steps={stop}", "lr_scheduler.num_training_steps=20"]
             tasks.append(task(f"{name}-{stop}", script, *length, *blocks, output=name))
     if nproc == 2:
@@ -155,27 +162,29 @@ def test_averages_resume_anywhere(runs, nproc):
 def test_gradients_of_replicas_equal_ddps(runs, script, k):
     """One rank a shard, two replicas."""
     _, folder = runs(2)
-    assert_gradients(folder, f"replicas-{script}-{k}", "train_ddp-1")
+    assert_gradients(folder, f"replicas-{script}-{k}", "plain-train_ddp-1")
     want = column(folder, "train_ddp-1", "train/loss")
     assert column(folder, f"replicas-{script}-{k}", "train/loss") == pytest.approx(want, abs=2e-2)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_gradients_equal_ddps(runs, nproc, script, k):
+@pytest.mark.parametrize("block", BLOCKS)
+def test_gradients_equal_ddps(runs, nproc, script, k, block):
     """Scale and direction of every tensor's gradient, over accumulation and a group of one rank."""
     _, folder = runs(nproc)
-    assert_gradients(folder, f"{script}-{k}", "train_ddp-1")
+    assert_gradients(folder, f"{block}-{script}-{k}", f"{block}-train_ddp-1", **NEAR.get(block, {}))
 
 
-def assert_gradients(folder, *names):
-    got, want = (torch.load(folder / f"{name}/gradients.pt") for name in names)
+def assert_gradients(folder, name, reference, *, scale=2e-2, direction=2e-2, noise=1e-3):
+    """Of every tensor; `noise` is relative to all gradients, the others to the tensor's own."""
+    got, want = (torch.load(folder / f"{each}/gradients.pt") for each in (name, reference))
     whole = torch.cat([w.flatten() for w in want]).norm()
     for g, w in zip(got, want, strict=True):
         assert g.isfinite().all()
-        if w.norm() > 1e-3 * whole:  # below it, a tensor's gradient is BF16 noise
-            assert (g.norm() / w.norm()).item() == pytest.approx(1, abs=2e-2)
-        assert (g - w).norm() < 2e-2 * w.norm() + 1e-3 * whole
+        if w.norm() > noise * whole:  # below it, a tensor's gradient is BF16's or FP8's noise
+            assert (g.norm() / w.norm()).item() == pytest.approx(1, abs=scale)
+        assert (g - w).norm() < direction * w.norm() + noise * whole
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
