@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only two GPUs can show, in parts of at most ten minutes each:
-#     bash benchmarks/two_gpus.sh alone|right|fast|large FOLDER
+#     bash benchmarks/two_gpus.sh alone|right|fast|overlap|large FOLDER
 # Each part writes its files into FOLDER and packs them into FOLDER/<part>.tar.gz, whatever ended early.
 set -u
 part=$1 folder=$2
@@ -71,6 +71,12 @@ fast) # two GPUs; what one makes is in `alone`
     strategies two_zero 60 2 --sizes large_patch16:128 large_patch16:256 --variants ZeRO
     strategies two_compiled 80 2 --sizes large_patch16:128 --variants compiled
     ;;
+overlap) # how many multiprocessors NCCL takes from the kernels beside it
+    for most in default 4 8 16; do
+        [ "$most" = default ] || export NCCL_MAX_CTAS=$most
+        strategies "two_ctas_$most" 70 2 --sizes large_patch16:128 --variants BF16 --scripts train_ddp train_fsdp2
+    done
+    ;;
 large) # 10 billion parameters: 30 steps with a save in step 20, then step 20 to 30 again in a fresh process
     run="torchrun --standalone --nproc-per-node 2 train_fsdp2.py --config-name vit_10b_patch14_224 global_batch_size=128"
     run+=" num_epochs=null num_train_steps=40 lr_scheduler.num_warmup_epochs=null lr_scheduler.num_warmup_steps=10"
@@ -88,7 +94,7 @@ large) # 10 billion parameters: 30 steps with a save in step 20, then step 20 to
     rm -rf $place/10b
     ;;
 *)
-    echo "error: part=$part: give alone, right, fast or large" >&2
+    echo "error: part=$part: give alone, right, fast, overlap or large" >&2
     exit 2
     ;;
 esac
