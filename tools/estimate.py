@@ -37,8 +37,10 @@ import torch  # noqa: E402
 import vit_te  # noqa: E402
 from modeling import build_model  # noqa: E402
 from schema import (  # noqa: E402
+    LATER_OPTIONS,
     Config,
     ConfigError,
+    ModelConfig,
     RunSizes,
     leaves,
     peak_lr,
@@ -92,11 +94,13 @@ ASSUMED = {"network GB/s a card": 50.0, "microseconds a hop of a ring": 3.0, "ca
 # the blocks, and in the backward pass of one: 11. But for the arithmetic fitted to the peaks in estimate.json.
 KEPT = {"eager": 8.0, "compiled": 8.0, "te": 8.0, "fp8": 6.1}
 KEPT_BY_CASTS, KEPT_OUTSIDE = 2.0, 11.0
-# What activation_checkpointing=selective leaves out of these, by arithmetic: tensors of the MLP's width, those of the
-# stream's. TransformerEngine's MLP has the norm in it; FP8's activations and norms have half of BF16's bytes. An eager
-# norm under autocast leaves its output in FP32, and that, uncast, is the MLP's input.
-LEFT_OUT = {"eager": (2.0, 0.0), "compiled": (2.0, 0.0), "te": (2.0, 1.0), "fp8": (1.5, 0.5)}
+# What activation_checkpointing=selective leaves out of these, by arithmetic: the share of the MLP's own, and tensors of
+# the stream's width. TransformerEngine's MLP has the norm in it; FP8's activations and norms have half of BF16's bytes.
+# An eager norm under autocast leaves its output in FP32, and that, uncast, is the MLP's input.
+LEFT_OUT = {"eager": (1.0, 0.0), "compiled": (1.0, 0.0), "te": (1.0, 1.0), "fp8": (0.75, 0.5)}
 KEPT_UNCAST = 1.0
+# Of the options that came later, those that memory and FLOPs do not follow from here.
+UNKNOWN = ("num_kv_heads", "block_fn", "attn_layer", "rel_pos_type", "rel_pos_dim", "shared_rel_pos")
 STATE_BYTES = {"adamw": 8, "lamb": 8, "sgd": 4, "muon": 4}  # of the optimizer, a parameter (muon: of the matrices)
 
 # How a recipe is run, not what it is: another value leaves its numbers as they are, but for rounding. And keys whose
@@ -160,7 +164,9 @@ def check(cfg: Config, script: str) -> None:
     """
     needed: list[tuple[str, Any, Any]] = [("precision", cfg.precision, "bf16")]
     needed += [("model.freeze", cfg.model.freeze, None), ("model.implementation", cfg.model.implementation, "ours")]
-    needed += [(f"model.{key}", getattr(cfg.model, key), plain) for key, plain in cfg.model.later_options().items()]
+    needed += [(f"model.{key}", getattr(cfg.model, key), LATER_OPTIONS[key]) for key in UNKNOWN]
+    if cfg.model.rope_type == "mixed":
+        needed.append(("model.rope_type", "mixed", "cat"))  # its frequencies are trained, for which more is kept
     needed += [("distributed.tp", cfg.distributed.tp or 1, 1), ("distillation.kind", cfg.distillation.kind, "none")]
     needed.append(("data.packing.enabled", cfg.data.packing.enabled, False))
     if script == "train_fsdp2":
@@ -174,7 +180,7 @@ def check(cfg: Config, script: str) -> None:
 
 def to_text(value: Any) -> str:
     """As a command line has it."""
-    return "null" if value is None else str(value).lower()
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def blocks_of(cfg: Config) -> str:
@@ -191,15 +197,32 @@ def activations(cfg: Config, script: str) -> tuple[float, float]:
     """
     kind, model = blocks_of(cfg), cfg.model
     is_cast = script == "train_ddp" and kind == "eager"
-    whole = KEPT[kind] + (KEPT_BY_CASTS if is_cast else 0) + 2 * model.mlp_ratio + (2 if model.qk_norm else 0)
+    of_mlp, whole = kept_of_mlp(cfg), KEPT[kind] + (KEPT_BY_CASTS if is_cast else 0)
+    # Queries and keys as attention takes them, beside those of the projection, whose matrix the values keep.
+    whole += 2 if model.qk_norm or (model.rope_type and model.qkv_fused) else 0
+    whole += 1 if model.scale_attn_norm else 0
+    if model.init_values is not None:  # LayerScale keeps what it multiplies
+        whole += 1 if model.attn_only_layer_scale else 2
+    whole += of_mlp
     if not cfg.activation_checkpointing:
         return whole, whole
     if cfg.activation_checkpointing is True:
         return 1.0, 1.0 + whole
-    of_mlp, of_stream = LEFT_OUT[kind]
-    left_out = of_mlp * model.mlp_ratio + of_stream
+    share, of_stream = LEFT_OUT[kind]
+    left_out = share * of_mlp + of_stream
     kept = whole - left_out + (KEPT_UNCAST if is_cast else 0)
     return kept, kept + left_out
+
+
+def mlp_width(model: ModelConfig) -> float:
+    """Width over embed_dim of what the MLP's last matrix takes: timm's ViT counts gate and value as one width."""
+    return model.mlp_ratio / 2 if model.mlp_layer == "glu" and not model.is_eva else model.mlp_ratio
+
+
+def kept_of_mlp(cfg: Config) -> float:
+    """Those of them that the MLP makes: products and activations (an eager gate's are apart), and its norm's output."""
+    of_gate = 0 if cfg.model.mlp_layer == "mlp" else 1 + (blocks_of(cfg) == "eager")
+    return mlp_width(cfg.model) * (2 + of_gate + cfg.model.scale_mlp_norm)
 
 
 def recomputed(cfg: Config, flops: float) -> float:
@@ -209,9 +232,9 @@ def recomputed(cfg: Config, flops: float) -> float:
     if cfg.activation_checkpointing is True:
         return 4 / 3
     model = cfg.model
-    # The MLP's first product; its second one, too, where dropout after it wants its own mask again.
-    products = 2 if model.proj_drop_rate else 1
-    again = products * 2 * model.depth * model.num_tokens() * model.embed_dim**2 * model.mlp_ratio
+    # The MLP's first products; its last one, too, where dropout after it wants its own mask again.
+    products = (1 if model.mlp_layer == "mlp" else 2) + bool(model.proj_drop_rate)
+    again = products * 2 * model.depth * model.num_tokens() * model.embed_dim**2 * mlp_width(model)
     return 1 + again / (3 * flops)
 
 
