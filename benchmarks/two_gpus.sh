@@ -28,6 +28,16 @@ strategies() {
     echo "$name: code $?, $(grep -c '^{' "$files/$name.log") rows" | tee -a "$files/summary.txt"
 }
 
+# profile SCRIPT NAME OVERRIDES: what a step of L/16 with 128 images a GPU waits for
+profile() {
+    local script=$1 name=$1_$2
+    shift 2
+    timeout -k 10 60 torchrun --standalone --nproc-per-node 2 tools/benchmark.py profile --script $script \
+        --output "$files/profile_$name.json" -- --config-name vit_te_large_patch16_224 data=synthetic num_epochs=null \
+        num_train_steps=40 global_batch_size=256 lr_scheduler.num_warmup_steps=10 "$@" >"$files/profile_$name.log" 2>&1
+    echo "profile of $name: code $?" | tee -a "$files/summary.txt"
+}
+
 # until_line LOG PATTERN SECONDS COMMAND: start it, and kill it when its log has the line; at its end it would save again.
 # The command's last argument is the run's output_dir, by which its processes are known.
 until_line() {
@@ -60,22 +70,18 @@ right) # all at the same time, since most of it is the host's: gradients, replic
     wait
     ;;
 fast) # two GPUs; what one makes is in `alone`
-    for script in train_ddp train_fsdp2 train_mfsdp; do # what a step waits for
-        timeout -k 10 60 torchrun --standalone --nproc-per-node 2 tools/benchmark.py profile --script $script \
-            --output "$files/profile_$script.json" -- --config-name vit_te_large_patch16_224 data=synthetic \
-            num_epochs=null num_train_steps=40 global_batch_size=256 fp8_config.enabled=true lr_scheduler.num_warmup_steps=10 \
-            >"$files/profile_$script.log" 2>&1
-        echo "profile of $script: code $?" | tee -a "$files/summary.txt"
-    done
+    for script in train_ddp train_fsdp2 train_mfsdp; do profile $script fp8 fp8_config.enabled=true; done
     strategies two_te 300 2 --sizes $sizes --variants "BF16|delayed"
     strategies two_zero 60 2 --sizes large_patch16:128 large_patch16:256 --variants ZeRO
     strategies two_compiled 80 2 --sizes large_patch16:128 --variants compiled
     ;;
-overlap) # how many multiprocessors NCCL takes from the kernels beside it
+overlap) # how many multiprocessors NCCL takes from the kernels beside it; Muon, whose work the ranks share
     for most in default 4 8 16; do
         [ "$most" = default ] || export NCCL_MAX_CTAS=$most
         strategies "two_ctas_$most" 70 2 --sizes large_patch16:128 --variants BF16 --scripts train_ddp train_fsdp2
     done
+    unset NCCL_MAX_CTAS
+    for script in train_ddp train_fsdp2; do profile $script muon optimizer.name=muon optimizer.momentum=0.95; done
     ;;
 large) # 10 billion parameters: 30 steps with a save in step 20, then step 20 to 30 again in a fresh process
     run="torchrun --standalone --nproc-per-node 2 train_fsdp2.py --config-name vit_10b_patch14_224 global_batch_size=128"
