@@ -296,7 +296,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", type=model_path, metavar="MODEL")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--batch-size", type=int, default=64, help="images a process and batch")
-    parser.add_argument("--workers", type=int, default=4, help="loader processes a process")
+    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="loader processes a process")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--per-class", action="store_true", help="a table of all classes, worst first")
     parser.add_argument("--real-labels", action="store_true", help="ImageNet's reassessed labels, by timm's table")

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from launch import Parser, exit_with
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -171,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--l2", type=float, nargs="+", default=[1e-4], help="linear: one number or several")
     parser.add_argument("--iterations", type=int, default=1000, help="linear: of L-BFGS, at most")
     parser.add_argument("--batch-size", type=int, default=64, help="images a process and batch")
-    parser.add_argument("--workers", type=int, default=4, help="loader processes a process")
+    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="loader processes a process")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the model; the rest is fp32")
     parser.add_argument("--output", type=Path, help="write the result there, as JSON")
     args = parser.parse_args(argv)
