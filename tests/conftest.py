@@ -265,7 +265,7 @@ def runs_on_gpus(tasks, image_folder, tmp_path_factory):
     def start(nproc):
         folder = tmp_path_factory.mktemp(f"gpus_{nproc}")
         made = tasks(nproc, image_folder, folder)
-        return run_tasks(made, nproc=nproc, folder=folder, timeout=400, strict=False), folder
+        return run_tasks(made, nproc=nproc, folder=folder, timeout=500, strict=False), folder
 
     return start
 
