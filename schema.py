@@ -99,7 +99,7 @@ TE_OPTIONS = ("mlp_layer", "scale_mlp_norm", "scale_attn_norm", "norm_layer", "f
 TE_OPTIONS += ("attn_type", "rope_type", "pos_embed", *ROPE_ONLY, *EVA_ONLY)
 
 
-def _text(value: Any) -> str:
+def typed(value: Any) -> str:
     """A value as a command line has it."""
     return json.dumps(value).strip('"')
 
@@ -299,8 +299,8 @@ class ModelConfig:
             for key in EVA_ONLY:
                 if getattr(self, key) != (plain := LATER_OPTIONS[key]):
                     raise ConfigError(
-                        f"model.{key}={_text(getattr(self, key))} is of timm's Eva: give model.rope_type, or set "
-                        f"model.{key}={_text(plain)}"
+                        f"model.{key}={typed(getattr(self, key))} is of timm's Eva: give model.rope_type, or set "
+                        f"model.{key}={typed(plain)}"
                     )
         gated = self.mlp_layer != "mlp"
         wants: list[tuple[bool, str, str, str]] = [
@@ -329,7 +329,7 @@ class ModelConfig:
             ]
         for is_refused, key, where, value in wants:
             if is_refused:
-                raise ConfigError(f"model.{key}={_text(getattr(self, key))} {where}: set model.{key}={value}")
+                raise ConfigError(f"model.{key}={typed(getattr(self, key))} {where}: set model.{key}={value}")
         if self.mlp_layer == "glu" and not self.is_eva and int(self.embed_dim * self.mlp_ratio) % 2:
             raise ConfigError(f"model.mlp_ratio={self.mlp_ratio} gives glu an odd width: use another")
         if self.rope_type and (head := self.embed_dim // self.num_heads) % 4:
@@ -341,7 +341,7 @@ class ModelConfig:
         kv_heads = self.kv_heads()
         if len(kv_heads) != self.depth or any(self.num_heads % heads for heads in kv_heads):
             raise ConfigError(
-                f"model.num_kv_heads={_text(self.num_kv_heads)}: give one number or model.depth={self.depth} of them, "
+                f"model.num_kv_heads={typed(self.num_kv_heads)}: give one number or model.depth={self.depth} of them, "
                 f"each a divisor of model.num_heads={self.num_heads}"
             )
         pool_heads = self.attn_pool_num_heads or self.num_heads
@@ -369,7 +369,7 @@ class ModelConfig:
         )
         for key, value, where in ((k, v, where) for applies, where, all in limits if applies for k, v in all.items()):
             if getattr(self, key) != value:
-                raise ConfigError(f"model.{key}={_text(getattr(self, key))} {where}: set model.{key}={_text(value)}")
+                raise ConfigError(f"model.{key}={typed(getattr(self, key))} {where}: set model.{key}={typed(value)}")
         if self.rel_pos_type and (self.block_fn not in ("Block", "ResPostBlock") or self.global_pool == "map"):
             key, fix = ("global_pool", "avg") if self.global_pool == "map" else ("block_fn", "Block or ResPostBlock")
             where = f"with model.rel_pos_type={self.rel_pos_type}"
@@ -1253,7 +1253,7 @@ class Config:
         if not changes:
             raise ConfigError(f"{key}=[] changes nothing: give an entry, as [{{epoch: 200, img_size: 48}}], or null")
         if epochs != sorted(set(epochs)):
-            raise ConfigError(f"{key} has the epochs {_text(epochs)}: put its entries in their order")
+            raise ConfigError(f"{key} has the epochs {typed(epochs)}: put its entries in their order")
         if self.num_epochs is not None and epochs[-1] >= self.num_epochs:
             raise ConfigError(
                 f"{key} has an entry for epoch {epochs[-1]:g}, num_epochs={self.num_epochs:g} ends before it: train "
@@ -1338,7 +1338,7 @@ class Config:
         ):
             if is_refused:
                 raise ConfigError(
-                    f"{key}={_text(value)} with data.packing.enabled=true ({why}): set {key}={fix}, or "
+                    f"{key}={typed(value)} with data.packing.enabled=true ({why}): set {key}={fix}, or "
                     "data.packing.enabled=false"
                 )
         if (width := model.embed_dim // model.num_heads) % 8:
@@ -1360,7 +1360,7 @@ class Config:
             (self.compile, "compile=true", "false", "torch.compile cannot see into its layers"),
             (self.precision != "bf16", f"precision={self.precision}", "bf16", "it computes in BF16"),
             *(
-                (True, f"model.{key}={_text(getattr(self.model, key))}", _text(plain), "its blocks have no such thing")
+                (True, f"model.{key}={typed(getattr(self.model, key))}", typed(plain), "its blocks have no such thing")
                 for key, plain in self.model.later_options().items()
                 if key not in TE_OPTIONS
             ),
@@ -1504,7 +1504,7 @@ def idle_keys(cfg: Config, script: str) -> dict[str, tuple[str, str]]:
     if model.rope_type is None:
         idle("model", " ".join(ROPE_ONLY), "with model.rope_type=null", "give model.rope_type")
     if model.rel_pos_type != "mlp":
-        rel_pos = f"with model.rel_pos_type={_text(model.rel_pos_type)}"
+        rel_pos = f"with model.rel_pos_type={typed(model.rel_pos_type)}"
         idle("model", "rel_pos_dim", rel_pos, "use model.rel_pos_type=mlp")
     if model.rel_pos_type is None:
         idle("model", "shared_rel_pos", "with model.rel_pos_type=null", "give model.rel_pos_type")

@@ -38,9 +38,9 @@ import vit_te  # noqa: E402
 from modeling import build_model  # noqa: E402
 from schema import (  # noqa: E402
     LATER_OPTIONS,
+    REL_POS,
     Config,
     ConfigError,
-    ModelConfig,
     RunSizes,
     leaves,
     peak_lr,
@@ -48,6 +48,7 @@ from schema import (  # noqa: E402
     scaled_lr,
     split_batch,
     to_plain,
+    typed,
 )
 
 GIB = 2**30
@@ -100,7 +101,7 @@ KEPT_BY_CASTS, KEPT_OUTSIDE = 2.0, 11.0
 LEFT_OUT = {"eager": (1.0, 0.0), "compiled": (1.0, 0.0), "te": (1.0, 1.0), "fp8": (0.75, 0.5)}
 KEPT_UNCAST = 1.0
 # Of the options that came later, those that memory and FLOPs do not follow from here.
-UNKNOWN = ("num_kv_heads", "block_fn", "attn_layer", "rel_pos_type", "rel_pos_dim", "shared_rel_pos")
+UNKNOWN = ("num_kv_heads", "block_fn", "attn_layer", *REL_POS)
 STATE_BYTES = {"adamw": 8, "lamb": 8, "sgd": 4, "muon": 4}  # of the optimizer, a parameter (muon: of the matrices)
 
 # How a recipe is run, not what it is: another value leaves its numbers as they are, but for rounding. And keys whose
@@ -175,12 +176,7 @@ def check(cfg: Config, script: str) -> None:
         needed.append(("mfsdp.zero_dp_strategy", cfg.mfsdp.zero_dp_strategy, "optim_grads_params"))
     for key, value, wanted in needed:
         if value != wanted:
-            raise ConfigError(f"{key}={to_text(value)} is not in the estimate: set {key}={to_text(wanted)}")
-
-
-def to_text(value: Any) -> str:
-    """As a command line has it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+            raise ConfigError(f"{key}={typed(value)} is not in the estimate: set {key}={typed(wanted)}")
 
 
 def blocks_of(cfg: Config) -> str:
@@ -214,15 +210,10 @@ def activations(cfg: Config, script: str) -> tuple[float, float]:
     return kept, kept + left_out
 
 
-def mlp_width(model: ModelConfig) -> float:
-    """Width over embed_dim of what the MLP's last matrix takes: timm's ViT counts gate and value as one width."""
-    return model.mlp_ratio / 2 if model.mlp_layer == "glu" and not model.is_eva else model.mlp_ratio
-
-
 def kept_of_mlp(cfg: Config) -> float:
     """Those of them that the MLP makes: products and activations (an eager gate's are apart), and its norm's output."""
     of_gate = 0 if cfg.model.mlp_layer == "mlp" else 1 + (blocks_of(cfg) == "eager")
-    return mlp_width(cfg.model) * (2 + of_gate + cfg.model.scale_mlp_norm)
+    return cfg.model.mlp_hidden() / cfg.model.embed_dim * (2 + of_gate + cfg.model.scale_mlp_norm)
 
 
 def recomputed(cfg: Config, flops: float) -> float:
@@ -234,7 +225,7 @@ def recomputed(cfg: Config, flops: float) -> float:
     model = cfg.model
     # The MLP's first products; its last one, too, where dropout after it wants its own mask again.
     products = (1 if model.mlp_layer == "mlp" else 2) + bool(model.proj_drop_rate)
-    again = products * 2 * model.depth * model.num_tokens() * model.embed_dim**2 * mlp_width(model)
+    again = products * 2 * model.depth * model.num_tokens() * model.embed_dim * model.mlp_hidden()
     return 1 + again / (3 * flops)
 
 
@@ -478,7 +469,7 @@ def differences(recipe: Config, cfg: Config) -> Iterator[str]:
     for key, value in leaves(to_plain(cfg)).items():
         is_how = any(f"{key}.".startswith(f"{how}.") for how in HOW) and key != "checkpoint.init_from"
         if value != before.get(key) and not is_how and key not in TOLD:
-            yield f"{key}={to_text(value)}, recipe: {to_text(before.get(key))}"
+            yield f"{key}={typed(value)}, recipe: {typed(before.get(key))}"
 
 
 def command(script: str, name: str, overrides: list[str], gpus: int) -> str:
@@ -544,9 +535,7 @@ def settings_of(way: Estimate, cfg: Config) -> list[str]:
     """The overrides that make a run of `cfg` go this way."""
     standard = {"distributed.dp_outer": cfg.distributed.dp_outer or 1}
     return [
-        f"{key}={to_text(value)}"
-        for key, value in way.settings.items()
-        if value != standard.get(key, value_of(cfg, key))
+        f"{key}={typed(value)}" for key, value in way.settings.items() if value != standard.get(key, value_of(cfg, key))
     ]
 
 
