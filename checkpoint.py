@@ -183,6 +183,7 @@ def restore(
         ConfigError: the folder cannot take checkpoints; the checkpoint is of another model, another class list or
             another optimizer, or was tampered with; `init_from` does not fit the model.
     """
+    started = time.perf_counter()
     place = found = None
     if cfg.checkpoint.ckpt_dir is not None:
         place = beginning.place if beginning else place_of(cfg, session.rank)
@@ -235,7 +236,8 @@ def restore(
     raise_on_all_ranks(lambda: place.write_best(saved["best"]) if session.is_main else None)
     session.phases.place(saved["step"], saved.get("goodput"))
     resampled = ", its positions resampled for the new size" if regrid else ""
-    logger.info("resumed from %s (step %d)%s", found.name, saved["step"], resampled)
+    seconds = time.perf_counter() - started
+    logger.info("resumed from %s (step %d) in %.3f s%s", found.name, saved["step"], seconds, resampled)
     for line in _stream_changes(saved, cfg, sizes):
         logger.warning("%s", line)
     is_unscored = saved.get("is_unscored", False)

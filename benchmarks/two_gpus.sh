@@ -28,13 +28,13 @@ strategies() {
     echo "$name: code $?, $(grep -c '^{' "$files/$name.log") rows" | tee -a "$files/summary.txt"
 }
 
-# profile SCRIPT NAME OVERRIDES: what a step of L/16 with 128 images a GPU waits for
+# profile GPUS SCRIPT NAME OVERRIDES: what a step of L/16 with 128 images a GPU waits for
 profile() {
-    local script=$1 name=$1_$2
-    shift 2
-    timeout -k 10 60 torchrun --standalone --nproc-per-node 2 tools/benchmark.py profile --script $script \
+    local gpus=$1 script=$2 name=$2_$3
+    shift 3
+    timeout -k 10 60 torchrun --standalone --nproc-per-node "$gpus" tools/benchmark.py profile --script $script \
         --output "$files/profile_$name.json" -- --config-name vit_te_large_patch16_224 data=synthetic num_epochs=null \
-        num_train_steps=40 global_batch_size=256 lr_scheduler.num_warmup_steps=10 "$@" >"$files/profile_$name.log" 2>&1
+        num_train_steps=40 global_batch_size=$((128 * gpus)) lr_scheduler.num_warmup_steps=10 "$@" >"$files/profile_$name.log" 2>&1
     echo "profile of $name: code $?" | tee -a "$files/summary.txt"
 }
 
@@ -70,18 +70,30 @@ right) # all at the same time, since most of it is the host's: gradients, replic
     wait
     ;;
 fast) # two GPUs; what one makes is in `alone`
-    for script in train_ddp train_fsdp2 train_mfsdp; do profile $script fp8 fp8_config.enabled=true; done
+    for script in train_ddp train_fsdp2 train_mfsdp; do profile 2 $script fp8 fp8_config.enabled=true; done
     strategies two_te 300 2 --sizes $sizes --variants "BF16|delayed"
     strategies two_zero 60 2 --sizes large_patch16:128 large_patch16:256 --variants ZeRO
     strategies two_compiled 80 2 --sizes large_patch16:128 --variants compiled
     ;;
-overlap) # how many multiprocessors NCCL takes from the kernels beside it; Muon, whose work the ranks share
-    for most in default 4 8 16; do
-        [ "$most" = default ] || export NCCL_MAX_CTAS=$most
-        strategies "two_ctas_$most" 70 2 --sizes large_patch16:128 --variants BF16 --scripts train_ddp train_fsdp2
+overlap) # what takes two GPUs longer than one: other cards, kernels beside NCCL's; Muon, whose work the ranks share
+    timeout 300 python tools/scaling.py --sizes large_patch16:128 huge_patch14:64 --variants "TE, BF16" --gpus 1 2 \
+        --scripts train_ddp train_fsdp2 --output "$files/scaling.json" >"$files/scaling.log" 2>&1
+    echo "scaling: code $?, $(grep -c '^{' "$files/scaling.log") rows" | tee -a "$files/summary.txt"
+    for card in 0 1; do # at the same time, as the two of a pair are
+        CUDA_VISIBLE_DEVICES=$card profile 1 train_ddp card_$card &
+    done
+    wait
+    for script in train_ddp train_fsdp2; do
+        profile 2 $script adamw
+        profile 2 $script muon optimizer.name=muon optimizer.momentum=0.95
+    done
+    for most in 4 8 16; do # multiprocessors that NCCL may have
+        export NCCL_MAX_CTAS=$most
+        strategies "two_ctas_$most" 100 2 --sizes large_patch16:128 huge_patch14:64 --variants "TE, BF16" \
+            --scripts train_ddp train_fsdp2
+        [ $most = 8 ] && profile 2 train_ddp ctas_$most
     done
     unset NCCL_MAX_CTAS
-    for script in train_ddp train_fsdp2; do profile $script muon optimizer.name=muon optimizer.momentum=0.95; done
     ;;
 large) # 10 billion parameters: 30 steps with a save in step 20, then step 20 to 30 again in a fresh process
     run="torchrun --standalone --nproc-per-node 2 train_fsdp2.py --config-name vit_10b_patch14_224 global_batch_size=128"

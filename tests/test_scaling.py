@@ -1,5 +1,6 @@
-"""tools/scaling.py: its arithmetic, its files, a row that fails; the runs themselves are benchmark.py's."""
+"""tools/scaling.py: its arithmetic, its starts, its files, a start that fails; the measuring is benchmark.py's."""
 
+import argparse
 import json
 import sys
 
@@ -8,47 +9,66 @@ import pytest
 import benchmark
 import scaling
 
-
-def test_scaling_is_against_the_same_run_on_one_gpu():
-    rows = [
-        {"model": "a", "block": "te", "script": "train_ddp", "gpus": 1, "images_per_second": 100.0},
-        {"model": "a", "block": "te", "script": "train_ddp", "gpus": 4, "images_per_second": 360.0},
-        {"model": "a", "block": "fp8", "script": "train_ddp", "gpus": 4, "images_per_second": 500.0},
-        {"model": "a", "block": "te", "script": "train_ddp", "gpus": 8, "error": "no"},
-    ]
-    assert [row.get("scaling") for row in scaling.with_scaling(rows)] == [1.0, 0.9, None, None]
-
-
-def test_the_later_of_two_values_counts():
-    overrides = scaling.overrides_of("base_patch16", "compiled", 512, 4, ["num_train_steps=5"])
-    assert "global_batch_size=2048" in overrides
-    assert "compile=true" in overrides
-    assert "num_train_steps=5" in overrides
-    assert len({value.split("=")[0] for value in overrides}) == len(overrides)
+# Stands for torchrun and its ranks: as many rows as it is asked for, images/s by the cards that it was given.
+RANKS = """
+import json, os, sys
+of = lambda name: sys.argv[sys.argv.index(name) + 1]
+cards = [int(card) for card in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
+rate = sum(100 - 10 * card for card in cards) * (1 if len(cards) == 1 else 0.9)
+row = {"model": "base_patch16", "images_a_gpu": 512, "gpus": len(cards), "script": "train_ddp"}
+rows = [row | {"variant": "ours, TE, BF16", "images_per_second": rate}]
+json.dump({"results": {"rows": rows}}, open(of("--output"), "w"))
+if len(cards) == 4:
+    print("step 1/30")
+    print("[rank3]: torch.OutOfMemoryError: CUDA out of memory", flush=True)
+    print("ChildFailedError: of torchrun")
+    sys.exit(1)
+"""
 
 
-def test_a_row_that_fails_says_why(monkeypatch):
-    def failing(args):
-        assert (args.nproc, args.scripts, args.overrides[:2]) == (2, ["train_ddp"], ["--config-name", scaling.CONFIG])
-        sys.exit("train_ddp failed with 1:\nTraceback\nOutOfMemoryError: no")
+@pytest.fixture
+def ranks(monkeypatch, tmp_path):
+    """No GPU is asked: in place of torchrun and benchmark.py there is a program that says what it was given."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f"#!{sys.executable}\n{RANKS}")
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(scaling.sys, "executable", str(stand_in))
+    return argparse.Namespace(variants="BF16", scripts=["train_ddp"], steps=10, timeout=60)
 
-    monkeypatch.setattr(benchmark, "train", failing)
-    row = {"script": "train_ddp", "gpus": 2}
-    assert scaling.measured(row, [], 10) == {"error": "OutOfMemoryError: no"}
+
+def test_one_gpu_is_measured_on_all_at_once(ranks, tmp_path):
+    (row,) = scaling.measured("base_patch16:512", [["0"], ["1"]], tmp_path, ranks)
+    assert (row["of_each"], row["images_per_second"]) == ([100, 90], 95)
+
+
+def test_scaling_is_over_the_gpus_own_rates(ranks, tmp_path):
+    alone = scaling.measured("base_patch16:512", [["0"], ["1"], ["2"]], tmp_path, ranks)
+    two = scaling.measured("base_patch16:512", [["0", "1"]], tmp_path, ranks)
+    one, found = scaling.with_scaling([*alone, *two])
+    assert "scaling" not in one
+    assert found["scaling"] == 0.9  # of 100 and 90, not of the third one's 80
+    assert found["scaling_of_slowest"] == 0.95
+
+
+def test_a_start_that_fails_says_why(ranks, tmp_path):
+    """What it had measured stays."""
+    row, error = scaling.measured("base_patch16:512", [["0", "1", "2", "3"]], tmp_path, ranks)
+    assert row["images_per_second"] > 0
+    assert error == {"model": "base_patch16", "gpus": 4, "error": "torch.OutOfMemoryError: CUDA out of memory"}
 
 
 def test_what_is_not_there_is_estimated(monkeypatch, tmp_path):
     """Without a GPU no run is made; the files are there, and more GPUs make more images."""
-    monkeypatch.setattr(benchmark, "train", lambda args: pytest.fail("a run"))
+    monkeypatch.setattr(scaling, "measured", lambda *_: pytest.fail("a run"))
     output = tmp_path / "scaling.json"
-    chosen = ["--models", "base_patch16:512", "--scripts", "train_ddp", "train_fsdp2", "--gpus", "1", "8"]
+    chosen = ["--sizes", "base_patch16:512", "--scripts", "train_ddp", "train_fsdp2", "--gpus", "1", "8"]
     monkeypatch.setattr(sys, "argv", ["tools/scaling.py", "--output", str(output), *chosen])
     monkeypatch.setattr(benchmark, "provenance", lambda: {"card": "CPU, 2 cores"})
     scaling.main()
     rows = json.loads(output.read_text())["results"]
     assert len(rows) == 2 * 2 * 2
     assert "images_per_second" not in rows[0]
-    for one, eight in zip(rows[::2], rows[1::2], strict=True):
+    for one, eight in zip(rows[:4], rows[4:], strict=True):
         assert (one["gpus"], eight["gpus"]) == (1, 8)
         assert 6 < eight["estimated_images_per_second"] / one["estimated_images_per_second"] <= 8
     assert output.with_suffix(".md").read_text().count("\n") == 2 + len(rows)

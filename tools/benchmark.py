@@ -18,7 +18,8 @@ last, twice: with empty caches of torch.compile and Triton, and with those that 
 `compare` times one GPU's whole step of an entrypoint of ours and of its peers (timm, Hugging Face, torchvision, bare
 TransformerEngine, DeepSpeed), each after its gradients were compared with float32 timm's: a table and a picture.
 `strategies` times whole steps of the three entrypoints in one start, for each of several models and blocks.
-`save` times how long saves hold up the training, synchronous and asynchronous ones, as a run's log tells it.
+`save` times how long saves hold up the training, synchronous and asynchronous ones, and a resume, as a run's log tells
+it.
 `loader` measures reading images: images a second and CPU core for each way of decoding, beside torchvision's
 ImageFolder with Pillow and NVIDIA's DALI where it is installed; then images a second that arrive on the device.
 `profile` says where the time of a step goes under one strategy, by kinds of kernels. `plot` draws the loss curves of
@@ -189,32 +190,44 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def save(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds that saves hold up a run, without its first one, and the run's step time.
+    """Seconds that saves hold up a run, without its first one, seconds to resume, and the run's step time.
 
-    An asynchronous save also waits for the one before, which is rare where saves are minutes apart; here they are not,
-    so that is told apart.
+    The asynchronous saves are those of a second start, which goes on from the synchronous ones. An asynchronous save
+    also waits for the one before, which is rare where saves are minutes apart; here they are not: `waits_s` has that.
     """
     results = {}
     for script in args.scripts:
-        for way in ("false", "true"):
-            with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as name:
+            folder, last, told = Path(name), 0, 0
+            for way in ("false", "true"):
+                first, last = last, last + 3 * args.every
                 saves = [f"checkpoint.async_save={way}", f"checkpoint.save_every_n_steps={args.every}"]
                 saves += ["checkpoint.save_every_n_epochs=null"]
                 saves += ["checkpoint.save_final_model=false", "checkpoint.max_checkpoints=1"]
-                length = ["num_epochs=null", f"num_train_steps={3 * args.every}", *NO_EVALUATION]
-                lines, status = run(script, Path(folder), args, *saves, *length, "logger.frequency=1")
+                length = [
+                    "num_epochs=null",
+                    f"num_train_steps={last}",
+                    f"lr_scheduler.num_training_steps={6 * args.every}",
+                ]
+                lines, status = run(script, folder, args, *saves, *length, *NO_EVALUATION, "logger.frequency=1")
                 if status["state"] != "finished":
                     sys.exit(f"{script} was stopped at --timeout={args.timeout:g} before its last save: give it longer")
-                log = (Path(folder) / "train.log").read_text()
-                size = sum(f.stat().st_size for f in Path(folder).glob(f"checkpoints/step_{3 * args.every:08d}/*"))
-            found = re.findall(r"step \d+: (?:saved|copied, to be written) in ([\d.]+) s(?:, after ([\d.]+) s)?", log)
-            stalls, waits = ([float(seconds or 0) for seconds in column] for column in zip(*found, strict=True))
-            step_time = statistics.median(line["train/step_time_s"] for line in lines[4:] if "train/loss" in line)
-            row = {"script": script, "async_save": way == "true", "checkpoint_gib": round(size / 2**30, 3)}
-            row |= {"stalls_s": stalls, "waits_s": waits, "step_time_s": step_time, "stall_s": max(stalls[1:])}
-            row["stall_in_steps"] = round(row["stall_s"] / step_time, 2)
-            results[f"{script}, async_save={way}"] = row
-            print(json.dumps(row), flush=True)
+                whole_log = (folder / "train.log").read_text()
+                log, told = whole_log[told:], len(whole_log)
+                size = sum(file.stat().st_size for file in folder.glob(f"checkpoints/step_{last:08d}/*"))
+                found = re.findall(
+                    r"step \d+: (?:saved|copied, to be written) in ([\d.]+) s(?:, after ([\d.]+) s)?", log
+                )
+                stalls, waits = ([float(seconds or 0) for seconds in column] for column in zip(*found, strict=True))
+                steps = [line for line in lines if "train/loss" in line and line["step"] > first + 4]
+                step_time = statistics.median(line["train/step_time_s"] for line in steps)
+                row = {"script": script, "async_save": way == "true", "checkpoint_gib": round(size / 2**30, 3)}
+                row |= {"stalls_s": stalls, "waits_s": waits, "step_time_s": step_time, "stall_s": max(stalls[1:])}
+                row["stall_in_steps"] = round(row["stall_s"] / step_time, 2)
+                if resumed := re.search(r"resumed from .* in ([\d.]+) s", log):
+                    row["resume_s"] = float(resumed[1])
+                results[f"{script}, async_save={way}"] = row
+                print(json.dumps(row), flush=True)
     return results
 
 

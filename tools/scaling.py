@@ -2,72 +2,117 @@
 
     python tools/scaling.py --output benchmarks/scaling_h200x8.json
 
-Each row is a run of an entrypoint under torchrun on synthetic images, as `tools/benchmark.py train` makes it. A row
-that fails says why, and the rest goes on; the files are written after each row, so that what a time limit cuts off
-leaves the others. What tools/estimate.py says stands beside, also for numbers of GPUs that are not there.
+For each model and number of GPUs `tools/benchmark.py strategies` is started once. One GPU is measured on all of them at
+the same time, each a run of its own: cards differ by some per cent, share the machine's power and cooling, and a step
+on several waits for the slowest. So there are two scalings of N GPUs: over the sum of what each makes alone, and over N
+times the slowest. A start that fails says why, and the rest goes on; the files are written after each, so that a time
+limit leaves what came before it. What tools/estimate.py says stands beside, also for GPUs that are not there.
 """
 
 import argparse
 import dataclasses
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import benchmark
 import estimate
+import peers
 
 MODELS = {"base_patch16": 512, "gigantic_patch14": 16}  # model -> images a GPU: the two that others publish
-BLOCKS = {
-    "compiled": ("compile=true",),
-    "te": ("model.transformer_engine=true", "model.act_layer=gelu_tanh"),
-    "fp8": ("model.transformer_engine=true", "model.act_layer=gelu_tanh", "fp8_config.enabled=true"),
-}
-SHORT = ("data=synthetic", "num_epochs=null", "num_train_steps=40", "logger.frequency=10", "compile=false")
-SHORT += ("lr_scheduler.num_warmup_epochs=null", "lr_scheduler.num_warmup_steps=10", *benchmark.NO_EVALUATION)
-SHORT += ("checkpoint.save_every_n_steps=null", "checkpoint.save_every_n_epochs=null")
-CONFIG = "vit_base_patch16_224"
+SHORT = ("data=synthetic", "num_epochs=null", "num_train_steps=30", *benchmark.NO_EVALUATION)
+SHORT += ("lr_scheduler.num_warmup_epochs=null", "lr_scheduler.num_warmup_steps=10")
 
 
-def overrides_of(model: str, block: str, batch: int, gpus: int, extra: list[str]) -> list[str]:
-    """What changes `CONFIG` into the row's run; the later of two values counts."""
-    given = [f"model=vit_{model}_224", *SHORT, *BLOCKS[block], f"global_batch_size={batch * gpus}", *extra]
-    last = {value.split("=")[0]: value for value in given}
-    return list(last.values())
-
-
-def estimated(model: str, block: str, batch: int, gpus: int, script: str, extra: list[str]) -> dict[str, float]:
+def estimated(model: str, variant: str, images: int, gpus: int, script: str) -> dict[str, float]:
     """Images/s and peak GiB by tools/estimate.py."""
+    overrides = [f"model=vit_{model}_224", "model.act_layer=gelu_tanh", *SHORT, *peers.OURS[variant]]
     with estimate.cards_are_here():
-        cfg = estimate.config_of(CONFIG, overrides_of(model, block, batch, gpus, extra), script)
-        cfg = dataclasses.replace(cfg, micro_batch_size=batch)
-        way = estimate.estimate(
-            cfg, script, gpus, estimate.Shape.of(cfg), network=estimate.ASSUMED["network GB/s a card"]
-        )
+        cfg = estimate.config_of("vit_base_patch16_224", [*overrides, f"global_batch_size={images * gpus}"], script)
+        cfg = dataclasses.replace(cfg, micro_batch_size=images)
+        network = estimate.ASSUMED["network GB/s a card"]
+        way = estimate.estimate(cfg, script, gpus, estimate.Shape.of(cfg), network=network)
     return {
-        "estimated_images_per_second": round(batch * gpus / way.step, 1),
+        "estimated_images_per_second": round(images * gpus / way.step, 1),
         "estimated_peak_gib": round(way.peak, 1),
     }
 
 
+def measured(size: str, groups: list[list[str]], folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one start on each group of GPUs, all at the same time; images/s are the mean, `of_each` has them all.
+
+    A start that ends early adds a row with an `error`.
+    """
+    cores, starts = sorted(os.sched_getaffinity(0)), []
+    for number, group in enumerate(groups):
+        output = folder / f"{size.replace(':', '_')}_{len(group)}_{number}.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(group)}"]
+        command += [str(benchmark.ROOT / "tools/benchmark.py"), "strategies", "--sizes", size]
+        command += ["--variants", args.variants, "--scripts", *args.scripts, "--steps", str(args.steps)]
+        mine = cores[number * len(cores) // len(groups) : (number + 1) * len(cores) // len(groups)] or cores
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(group)}
+        with open(output.with_suffix(".log"), "w") as log:
+            process = subprocess.Popen(
+                ["taskset", "--cpu-list", ",".join(map(str, mine)), *command, "--output", str(output)],
+                env=environment,
+                stdout=log,
+                stderr=log,
+            )
+        starts.append((process, output))
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    errors = []
+    for process, output in starts:
+        try:
+            process.wait(args.timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun, which ends its ranks
+            process.wait()
+        for row in json.loads(output.read_text())["results"]["rows"] if output.exists() else []:
+            found.setdefault((row["variant"], row["script"]), []).append(row)
+        if process.returncode:
+            errors.append({"model": size.partition(":")[0], "gpus": len(groups[0]), "error": why(output)})
+    rows = []
+    for each in found.values():
+        rates = [row["images_per_second"] for row in each]
+        rows.append(each[0] | {"images_per_second": round(statistics.mean(rates), 1), "of_each": rates})
+    return rows + errors[:1]
+
+
+def why(output: Path) -> str:
+    """The first line that looks like an error of Python's in the log of a start; what follows are torchrun's."""
+    log = output.with_suffix(".log").read_text()
+    said = re.findall(r"^(?:\[rank\d+\]: ?)?((?:[\w.]*Error|error|SystemExit)\b.*)", log, re.MULTILINE)
+    return (said or ["ended by --timeout, or by a signal"])[0][:200]
+
+
 def with_scaling(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, each with its images/s over as many times those of the same run on one GPU."""
-    key = ("model", "block", "script")
-    alone = {tuple(row[k] for k in key): row.get("images_per_second") for row in rows if row["gpus"] == 1}
+    """The rows, each with its images/s over those of its GPUs, each alone, and over as many times the slowest's."""
+    key = ("model", "variant", "script")
+    alone = {tuple(row.get(k) for k in key): row["of_each"] for row in rows if row["gpus"] == 1 and "of_each" in row}
     found = []
     for row in rows:
-        one, now = alone.get(tuple(row[k] for k in key)), row.get("images_per_second")
-        found.append(row | ({"scaling": round(now / (row["gpus"] * one), 3)} if one and now else {}))
+        rates = alone.get(tuple(row.get(k) for k in key), [])[: row["gpus"]]
+        if row["gpus"] > 1 and "of_each" in row and len(rates) == row["gpus"]:
+            row = row | {"scaling": round(row["images_per_second"] / sum(rates), 3)}
+            row |= {"scaling_of_slowest": round(row["images_per_second"] / len(rates) / min(rates), 3)}
+        found.append(row)
     return found
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
-    keys = ("model", "block", "script", "gpus", "images_per_second", "scaling", "memory_peak_gib")
-    keys += ("estimated_images_per_second", "estimated_peak_gib", "error")
+    keys = ("model", "variant", "script", "gpus", "images_per_second", "share_of_gemm", "scaling", "scaling_of_slowest")
+    keys += ("peak_gib", "first_step_s", "estimated_images_per_second", "estimated_peak_gib", "error")
     lines = ["| " + " | ".join(keys) + " |", "|" + " --- |" * len(keys)]
-    return (
-        "\n".join([*lines, *("| " + " | ".join(str(row.get(key, "")) for key in keys) + " |" for row in rows)]) + "\n"
-    )
+    lines += ["| " + " | ".join(str(row.get(key, "")) for key in keys) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
 
 
 def draw(rows: list[dict[str, Any]], output: str) -> None:
@@ -77,64 +122,65 @@ def draw(rows: list[dict[str, Any]], output: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    rows = [row for row in rows if "error" not in row]
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, grid = plt.subplots(1, len(models), figsize=(6 * len(models), 4.5), squeeze=False)
-    for axes, model in zip(grid[0], models, strict=True):
-        for kind in dict.fromkeys((row["block"], row["script"]) for row in rows if row["model"] == model):
-            mine = [row for row in rows if (row["model"], row["block"], row["script"]) == (model, *kind)]
-            label = ", ".join(kind)
-            measured = [(row["gpus"], row["images_per_second"]) for row in mine if "images_per_second" in row]
-            (line,) = axes.plot([n for n, _ in measured], [rate for _, rate in measured], marker="o", label=label)
+    figure, grid = plt.subplots(1, max(len(models), 1), figsize=(6 * max(len(models), 1), 4.5), squeeze=False)
+    for axes, model in zip(grid[0], models, strict=False):
+        for kind in dict.fromkeys((row["variant"], row["script"]) for row in rows if row["model"] == model):
+            mine = [row for row in rows if (row["model"], row["variant"], row["script"]) == (model, *kind)]
+            there = [row for row in mine if "images_per_second" in row]
+            (line,) = axes.plot(
+                [row["gpus"] for row in there],
+                [row["images_per_second"] for row in there],
+                marker="o",
+                label=", ".join(kind).removeprefix("ours, "),
+            )
             guessed = [(row["gpus"], row["estimated_images_per_second"]) for row in mine]
-            axes.plot([n for n, _ in guessed], [r for _, r in guessed], "x", color=line.get_color())
+            axes.plot(*zip(*guessed, strict=True), "x", color=line.get_color())
         axes.set(xlabel="GPUs", ylabel="images/s (x: estimated)", title=model, xscale="log", yscale="log")
+        ticks = sorted({row["gpus"] for row in rows})
+        axes.set_xticks(ticks, ticks)
+        axes.minorticks_off()
         axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(output, dpi=100)
-
-
-def measured(row: dict[str, Any], overrides: list[str], timeout: float) -> dict[str, Any]:
-    """What the run showed, or why it did not."""
-    options = {"scripts": [row["script"]], "nproc": row["gpus"], "keep": None, "warmup": 10, "timeout": timeout}
-    args = argparse.Namespace(**options, overrides=["--config-name", CONFIG, *overrides])
-    try:
-        found = benchmark.train(args)[row["script"]]
-    except SystemExit as error:
-        return {"error": str(error.code).strip().splitlines()[-1][:200]}
-    return {key: found[key] for key in ("images_per_second", "step_time_s", "mfu", "memory_peak_gib", "wall_s")}
+    plt.close(figure)
 
 
 def main() -> None:
     """Run, write, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--models", nargs="+", default=[f"{name}:{batch}" for name, batch in MODELS.items()])
-    parser.add_argument("--blocks", nargs="+", default=["te", "fp8"], choices=BLOCKS)
+    parser.add_argument("--sizes", nargs="+", default=[f"{name}:{images}" for name, images in MODELS.items()])
+    parser.add_argument("--variants", default="TE, BF16|delayed", help="a regular expression over the names of ours")
     parser.add_argument("--scripts", nargs="+", default=["train_ddp", "train_fsdp2", "train_mfsdp"])
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--timeout", type=float, default=120, help="seconds a run")
-    parser.add_argument("overrides", nargs="*", help="after --: the entrypoints' own arguments")
+    parser.add_argument("--steps", type=int, default=10, help="that count, a row")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds a start")
     args = parser.parse_args()
     meta = benchmark.provenance()
     there = int(meta["card"].split()[0]) if "CPU" not in meta["card"] else 0
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")
+    variants = [name for name in peers.OURS if re.search(args.variants, name)]
     rows: list[dict[str, Any]] = []
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    for each in args.models:
-        model, _, batch = each.partition(":")
-        for block in args.blocks:
-            for script in args.scripts:
-                for gpus in args.gpus:
-                    run = (model, block, int(batch or MODELS[model]), gpus)
-                    row: dict[str, Any] = {"model": model, "block": block, "script": script, "gpus": gpus}
-                    row["images_a_gpu"] = run[2]
-                    row |= estimated(*run, script, args.overrides)
-                    if gpus <= there:
-                        row |= measured(row, overrides_of(*run, args.overrides), args.timeout)
-                    rows = with_scaling([*rows, row])
-                    print(rows[-1], file=sys.stderr, flush=True)
-                    benchmark.write(args.output, rows, meta)
-                    args.output.with_suffix(".md").write_text(table(rows))
-                    draw(rows, str(args.output.with_suffix(".png")))
+    for size, gpus in itertools.product(args.sizes, args.gpus):
+        model, _, images = size.partition(":")
+        images, known = int(images or MODELS[model]), {}
+        for variant, script in itertools.product(variants, args.scripts):
+            row = {"model": model, "images_a_gpu": images, "gpus": gpus, "variant": variant, "script": script}
+            known[variant, script] = row | estimated(model, variant, images, gpus, script)
+        if gpus <= there:
+            groups = [[card] for card in cards] if gpus == 1 else [cards[:gpus]]
+            with tempfile.TemporaryDirectory() as folder:
+                found = measured(f"{model}:{images}", groups, Path(folder), args)
+            rows += [known.pop((row.get("variant"), row.get("script")), {}) | row for row in found]
+        rows = with_scaling([*rows, *known.values()])
+        for row in rows[-len(variants) * len(args.scripts) :]:
+            print(json.dumps(row), flush=True)
+        benchmark.write(args.output, rows, meta)
+        args.output.with_suffix(".md").write_text(table(rows))
+        draw(rows, str(args.output.with_suffix(".png")))
 
 
 if __name__ == "__main__":
