@@ -20,6 +20,8 @@ import modeling
 
 P, BLOCK, FLOPS = 86_567_656, 7_087_872, 35.13e9  # of B/16: parameters, those of a block, FLOPs of a forward pass
 NETWORK = 50.0
+FP8 = ["compile=false", "model.act_layer=gelu_tanh", "model.transformer_engine=true", "fp8_config.enabled=true"]
+SGD = ["optimizer.name=sgd", "optimizer.betas=null", "optimizer.eps=null", "optimizer.momentum=0.9"]
 NO_GRAPHS = ["vit_base_patch16_224", "cuda_graphs=false"]
 
 
@@ -60,6 +62,15 @@ def test_memory():
     assert gathered == pytest.approx((2 * P + 6 * BLOCK) / 2**30)
     gathered = estimated("train_fsdp2", 8, "fsdp2.gathered_blocks=3").memory["gathered"]
     assert gathered == pytest.approx((2 * (P - 9 * BLOCK) + 6 * BLOCK) / 2**30)
+    # Megatron-FSDP keeps BF16 weights and its gradients' buffers; in FP8 two bytes of each whole weight.
+    parts = {"weights": 6 * P / 8, "gradients": 4 * P / 8, "optimizer": 8 * P / 8}
+    parts |= {"gathered": 2 * (P - 12 * BLOCK + 2 * BLOCK) + 6 * BLOCK}
+    parts |= {"activations": stream * (12 * 16 + 11)}
+    mfsdp = estimated("train_mfsdp", 8)
+    assert mfsdp.peak == pytest.approx(sum(parts.values()) / 2**30)
+    fp8 = estimated("train_mfsdp", 8, *FP8)
+    assert fp8.memory["FP8 weights"] == pytest.approx(2 * P / 2**30)
+
     recomputed = estimated("train_fsdp2", 8, "activation_checkpointing=true")
     assert recomputed.memory["activations"] == pytest.approx(stream * (12 + 16 + 11) / 2**30)
     assert recomputed.settings == {"micro_batch_size": 128, "activation_checkpointing": True}  # what is printed
@@ -151,13 +162,20 @@ def test_what_a_block_keeps_on_a_gpu(kind, recompute):
 
 
 def test_time():
-    compute = 128 * 3 * FLOPS / (3984.0 * 105.4e9)
+    """The rate is of a step with weights' traffic (56 bytes a parameter) and 1.8 ms between steps, which are apart."""
+    moves = 28 * 1.8444e9 / 14.9e-3  # bytes a second
+    passes = 512 / 3984.0 - 56 * 86.6e6 / moves - 1.8e-3
+    compute = 128 * 3 * FLOPS / (512 * 105.4e9) * passes
     host = 61.0 / 2e3  # B/16 has half of L/16's blocks
     ring = 2 * (4 * P * 7 / 8 / 295.1e9 + 14 * 7 * 3e-6)  # an all-reduce of 14 buckets of 25 MiB
     got = estimated("train_ddp", 8)
     assert got.compute == pytest.approx(compute, rel=1e-3)
     assert (got.host, got.network) == (host, pytest.approx(ring))
-    assert got.step == pytest.approx(compute + ring * 4.38 / 29.22, rel=1e-3)
+    weights = (56 + 8) * P / moves + 1.8e-3  # gradients are divided by the ranks
+    assert got.weights == pytest.approx(weights)
+    assert got.step == pytest.approx(compute * 1.03 + weights + ring / 2, rel=1e-3)
+    alone = estimated("train_ddp", 1, "micro_batch_size=512", "global_batch_size=512", "cuda_graphs=true")
+    assert 512 / alone.step == pytest.approx(3984.0, rel=1e-3)
 
     assert estimated("train_ddp", 8, "micro_batch_size=32").host == pytest.approx(4 * host)
     assert estimated("train_ddp", 1).network == 0
@@ -171,6 +189,20 @@ def test_time():
     assert dropout.compute == pytest.approx((1 + 2 * again) * got.compute, rel=1e-3)
     graphed = estimated("train_ddp", 8, "cuda_graphs=true", "micro_batch_size=64")
     assert graphed.host == pytest.approx(2 * 14.6 / 2e3)
+
+
+def test_what_weights_take():
+    """Of the update a shard's bytes, of each microbatch's casts and copies the whole model's."""
+    moves = 28 * 1.8444e9 / 14.9e-3
+
+    def moved(script, gpus, *overrides):
+        return (estimated(script, gpus, *overrides).weights - 1.8e-3) * moves / P
+
+    assert moved("train_ddp", 1, "micro_batch_size=256") == pytest.approx(44 + 4 * 12)
+    assert moved("train_fsdp2", 8, "micro_batch_size=64") == pytest.approx(44 / 8 + 2 * 26)
+    assert moved("train_mfsdp", 8) == pytest.approx(44 / 8 + 18)
+    assert moved("train_fsdp2", 8, "ema.decay=0.99") == pytest.approx((44 + 12) / 8 + 26)
+    assert moved("train_fsdp2", 1, *SGD) == pytest.approx(36 + 26)
 
 
 def test_collectives():
@@ -250,9 +282,6 @@ def translated(gpus, *overrides, name="vit_base_patch16_224"):
     cfg = estimate.config_of(name, list(overrides), "train_fsdp2")
     keys = frozenset(override.split("=")[0] for override in overrides)
     return estimate.translation(cfg, gpus, keys)
-
-
-SGD = ["optimizer.name=sgd", "optimizer.betas=null", "optimizer.eps=null", "optimizer.momentum=0.9"]
 
 
 @pytest.mark.parametrize(
@@ -397,10 +426,10 @@ def test_errors(monkeypatch, capsys, arguments, complaint):
 
 def test_rates_are_in_their_files():
     for known in estimate.RATES.values():
-        for speed, _, file, commit in known.values():
-            assert commit in figures.commits(file)
-            rows = [row for row in check_estimate.measured_runs() if row["file"] == file]
-            assert any(round(row["images_per_second"], 1) == speed for row in rows), (speed, file)
+        for rate in known.values():
+            assert rate.commit in figures.commits(rate.file)
+            rows = [row for row in check_estimate.measured_runs() if row["file"] == rate.file]
+            assert any(round(row["images_per_second"], 1) == rate.speed for row in rows), rate
 
 
 @pytest.mark.slow

@@ -73,3 +73,20 @@ def test_what_is_not_there_is_estimated(monkeypatch, tmp_path):
         assert 6 < eight["estimated_images_per_second"] / one["estimated_images_per_second"] <= 8
     assert output.with_suffix(".md").read_text().count("\n") == 2 + len(rows)
     assert output.with_suffix(".png").stat().st_size > 1000
+
+
+def test_an_older_file_gets_todays_estimate(monkeypatch, tmp_path):
+    """Its runs stay as they were, and are not made again."""
+    monkeypatch.setattr(scaling, "measured", lambda *_: pytest.fail("a run"))
+    row = {"model": "base_patch16", "images_a_gpu": 512, "gpus": 1, "variant": "ours, TE, BF16", "script": "train_ddp"}
+    runs = [row | {"images_per_second": 4000.0, "of_each": [4000.0], "estimated_images_per_second": 1.0}]
+    runs += [row | {"gpus": 2, "images_per_second": 7000.0, "of_each": [7000.0]}]
+    (tmp_path / "old.json").write_text(json.dumps({"meta": {"card": "2 x H200", "commit": "abc"}, "results": runs}))
+    chosen = ["--measured", str(tmp_path / "old.json"), "--sizes", "base_patch16:512", "--scripts", "train_ddp"]
+    chosen += ["--variants", "TE, BF16", "--gpus", "1", "2", "4", "--output", str(tmp_path / "new.json")]
+    monkeypatch.setattr(sys, "argv", ["tools/scaling.py", *chosen])
+    scaling.main()
+    found = json.loads((tmp_path / "new.json").read_text())
+    assert found["meta"]["commit"] == "abc"
+    assert [row.get("images_per_second") for row in found["results"]] == [4000.0, 7000.0, None]
+    assert all(row["estimated_images_per_second"] > 3000 for row in found["results"])

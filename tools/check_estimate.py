@@ -26,7 +26,8 @@ KIND_OVERRIDES = {
     "te": ["compile=false", "model.act_layer=gelu_tanh", "model.transformer_engine=true"],
     "fp8": ["compile=false", "model.act_layer=gelu_tanh", "model.transformer_engine=true", "fp8_config.enabled=true"],
 }
-VARIANTS = {"ours, plain, compiled": "compiled", "ours, TE, BF16": "te", "ours, TE, FP8 delayed": "fp8"}
+VARIANTS = {"ours, plain, compiled": "compiled", "ours, compiled": "compiled"}
+VARIANTS |= {"ours, TE, BF16": "te", "ours, TE, FP8 delayed": "fp8"}
 
 
 def measured_runs() -> list[dict[str, Any]]:
@@ -48,22 +49,33 @@ def measured_runs() -> list[dict[str, Any]]:
             row |= {"config": config, "overrides": overrides, "images_per_second": got["images_per_second"]}
             rows.append(row | {"peak_gib": got.get("memory_peak_gib")})
 
-    def synthetic(name: str, batch: int, kind: str) -> dict[str, Any]:
-        overrides = ["cuda_graphs=false", f"model=vit_{name}_224", *KIND_OVERRIDES[kind]]
+    def synthetic(name: str, batch: int, kind: str, graphs: str, gpus: int = 1) -> dict[str, Any]:
+        overrides = [f"cuda_graphs={graphs}", f"model=vit_{name}_224", *KIND_OVERRIDES[kind]]
         overrides += [f"global_batch_size={batch}", "data=synthetic"]
-        return {"config": "vit_base_patch16_224", "overrides": overrides, "gpus": 1}
+        return {"config": "vit_base_patch16_224", "overrides": overrides, "gpus": gpus}
 
     for file in sorted(folder.glob("step_*.json")):
         content = json.loads(file.read_text())
         for got in content["results"]["rows"]:
             if (kind := VARIANTS.get(got["variant"])) is not None:
                 row = {"file": file.name, "commit": content["meta"]["commit"], "script": "train_ddp"}
-                row |= synthetic(got["model"], got["batch"], kind)
+                row |= synthetic(got["model"], got["batch"], kind, "false")
+                rows.append(row | {"images_per_second": got["images_per_second"], "peak_gib": got["peak_gib"]})
+    for file in sorted([*folder.glob("strategies_*.json"), *folder.glob("scaling_*.json")]):
+        content = json.loads(file.read_text())
+        for part in content if isinstance(content, list) else [content]:
+            found = part["results"] if isinstance(part["results"], list) else part["results"]["rows"]
+            for got in found if "NCCL_MAX_CTAS=" not in part["meta"].get("note", "") else ():
+                if "images_per_second" not in got or not got.get("script"):
+                    continue
+                row = {"file": file.name, "commit": part["meta"]["commit"], "script": got["script"]}
+                batch = got["images_a_gpu"] * got["gpus"]
+                row |= synthetic(got["model"], batch, VARIANTS[got["variant"]], "true", got["gpus"])
                 rows.append(row | {"images_per_second": got["images_per_second"], "peak_gib": got["peak_gib"]})
     levers = (folder / estimate.LEVERS[0]).read_text()
     for size, batch, script, blocks, graphs, _, speed, peak in LEVERS_ROW.findall(levers):
-        row = synthetic(SIZES[size], int(batch), "fp8" if blocks == "fp8d" else blocks)
-        row["overrides"].append(f"cuda_graphs={str(graphs == 'on').lower()}")
+        kind = "fp8" if blocks == "fp8d" else blocks
+        row = synthetic(SIZES[size], int(batch), kind, {"on": "true", "off": "false"}[graphs])
         row |= {"file": estimate.LEVERS[0], "commit": estimate.LEVERS[1], "script": f"train_{script}"}
         rows.append(row | {"images_per_second": float(speed), "peak_gib": float(peak)})
     return rows
@@ -71,7 +83,7 @@ def measured_runs() -> list[dict[str, Any]]:
 
 def compare(output: Path) -> None:
     """Write the estimate of each measured run beside it, with relative errors; print the worst and the middle one."""
-    rows, rates = [], {(speed, file) for known in estimate.RATES.values() for speed, _, file, _ in known.values()}
+    rows, rates = [], {(rate.speed, rate.file) for known in estimate.RATES.values() for rate in known.values()}
     network = estimate.ASSUMED["network GB/s a card"]
     for row in measured_runs():
         cfg = estimate.config_of(row["config"], row["overrides"], row["script"])
@@ -82,7 +94,8 @@ def compare(output: Path) -> None:
         row["error_of_peak"] = row["peak_gib"] and round(got.peak / row["peak_gib"] - 1, 3)
         row["is_a_rate"] = any(abs(row["images_per_second"] - s) < 1 and row["file"] == f for s, f in rates)
         rows.append(row)
-    names = ("RATES", "HOST_MS", "HIDDEN", "NVLINK_GBS", "ASSUMED", "KEPT", "KEPT_BY_CASTS", "KEPT_OUTSIDE")
+    names = ("RATES", "MOVED_TBS", "UPDATE_BYTES", "PASS_BYTES", "BETWEEN_STEPS_MS", "HOST_MS", "SLOWER", "SHOWN")
+    names += ("NVLINK_GBS", "ASSUMED", "KEPT", "KEPT_BY_CASTS", "KEPT_OUTSIDE")
     used = {name: getattr(estimate, name) for name in names}
     summary = {}
     for key in ("error_of_speed", "error_of_peak"):

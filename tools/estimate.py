@@ -11,7 +11,7 @@ the batch (optimizer.lr_base_size), by the rule that timm's train.py has, a squa
 optimizer.lr_base_scale is given; what the config counts in steps keeps its epochs. Each thing that is then not as in
 the config alone gets a line.
 
-The rates are measured ones (`RATES`, `HOST_MS`, `HIDDEN`, each with its file under benchmarks/ and its commit), what is
+The rates are measured ones (`RATES`, `HOST_MS`, `SHOWN`, each with its file under benchmarks/ and its commit), what is
 assumed is named in `ASSUMED`. Not in it: reading images, evaluations, saves, FP8 weights. How far off it is from runs
 that were measured, row by row: benchmarks/estimate.json, by tools/check_estimate.py.
 """
@@ -24,7 +24,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,18 +58,58 @@ SCRIPTS = ("train_ddp", "train_fsdp2", "train_mfsdp")
 CARDS = {"H200": 139.8, "H100": 79.2}
 USABLE = 0.93
 
-# Blocks -> width -> (images/s of one card, GFLOP of an image's step, file, commit): everything but the host's waits.
+# A card's memory moves this much a second, read and written: AdamW's kernel, 28 bytes of G/14's 1.84 G parameters in
+# 14.9 ms (idle_b16_g14_h200x2.json, of commit bdb1a4e).
+MOVED_TBS = 28 * 1.8444e9 / 14.9e-3 / 1e12
+# Bytes that move for each parameter, by arithmetic. In an update, beside the optimizer's state: weights and gradients
+# read, weights written (12), gradients read for their norm, scaled (12), set to zero (4). In a microbatch under DDP: a
+# weight cast to BF16, its gradient to FP32 (6 each). FSDP2's copies into and out of buffers, and Megatron-FSDP's: what
+# G/14 on one card took longer than under DDP, 7.4 and 3.3 ms (scaling_h200x2.json, of commit bdb1a4e).
+UPDATE_BYTES, PASS_BYTES = 28, {"train_ddp": 12, "train_fsdp2": 26, "train_mfsdp": 18}
+DIVIDED_BYTES = 8  # DDP divides the gradients by the number of ranks
+BETWEEN_STEPS_MS = 1.8  # a card's idle time in a step (idle_l16_one_and_two_h200x2.json, of commit bdb1a4e)
+
+
+class Rate(NamedTuple):
+    """What one card made: images/s of a model of `gflop` an image's step, in steps of `images`."""
+
+    speed: float
+    gflop: float
+    images: int
+    params: float
+    file: str
+    commit: str
+    bytes_a_parameter: int = UPDATE_BYTES + 16 + PASS_BYTES["train_ddp"]
+
+    def tflops(self) -> float:
+        """TFLOP/s of forward and backward passes alone."""
+        step = self.images / self.speed - self.params * self.bytes_a_parameter / (MOVED_TBS * 1e12)
+        return self.images * self.gflop / 1e3 / (step - BETWEEN_STEPS_MS / 1e3)
+
+
+# Blocks -> width -> rate: everything but the host's waits.
+B, L, H = 86.6e6, 304.3e6, 632.0e6  # parameters of B/16, L/16 and H/14
 LEVERS, STEP_B_L = ("levers_h200x1.log", "306d7a77cc7f"), ("step_h200_b16_l16.json", "429da998660a")
-RATES: dict[str, dict[int, tuple[float, float, str, str]]] = {
-    "eager": {768: (2739.7, 105.4, "train_b16_blocks_eager_h200x1.json", "429da998660a")},
+ALONE = ("strategies_h200x2.json", "71274bd")
+RATES: dict[str, dict[int, Rate]] = {
+    "eager": {768: Rate(2739.7, 105.4, 256, B, "train_b16_blocks_eager_h200x1.json", "429da998660a")},
     "compiled": {
-        768: (3984.0, 105.4, *LEVERS),
-        1024: (1253.8, 369.6, *STEP_B_L),
-        1280: (438.0, 1004.0, "step_h200_h14.json", "429da998660a"),
-        5120: (26.2, 20868.0, "train_10b_h200x1.json", "d301d54"),  # with all that it recomputes
+        768: Rate(3984.0, 105.4, 512, B, *LEVERS),
+        1024: Rate(1253.8, 369.6, 256, L, *STEP_B_L),
+        1280: Rate(438.0, 1004.0, 128, H, "step_h200_h14.json", "429da998660a"),
+        # With all that it recomputes; averages in BF16, under FSDP2.
+        5120: Rate(26.2, 20868.0, 64, 10.1e9, "train_10b_h200x1.json", "d301d54", UPDATE_BYTES + 8 + 26),
     },
-    "te": {768: (4165.0, 105.4, *LEVERS), 1024: (1353.0, 369.6, *LEVERS), 1280: (473.0, 1004.0, *LEVERS)},
-    "fp8": {768: (5148.0, 105.4, *LEVERS), 1024: (1743.0, 369.6, *LEVERS), 1280: (634.0, 1004.0, *LEVERS)},
+    "te": {
+        768: Rate(4081.4, 105.4, 512, B, *ALONE),
+        1024: Rate(1329.1, 369.6, 256, L, *ALONE),
+        1280: Rate(473.0, 1004.0, 128, H, *LEVERS),
+    },
+    "fp8": {
+        768: Rate(4971.7, 105.4, 512, B, *ALONE),
+        1024: Rate(1722.4, 369.6, 256, L, *ALONE),
+        1280: Rate(634.0, 1004.0, 128, H, *LEVERS),
+    },
 }
 # Host time of a microbatch of L/16, which has 24 blocks, ms: cuda_graphs_h200x1.log, of commit f5e4c76. Eager blocks
 # were not measured so; they get the compiled ones' time, which is a lower bound.
@@ -84,9 +124,11 @@ GRAPHED_MS = {
     "te": {"train_ddp": 14.8, "train_fsdp2": 17.0, "train_mfsdp": 19.4},
     "fp8": {"train_ddp": 18.7, "train_fsdp2": 21.0, "train_mfsdp": 29.5},
 }
-# Share of the time of collectives that lies behind compute: profile_l16_h200x2_te_bf16_*.json, of commits 429da998660a
-# and (FSDP2) f1adbccf1875. Their kernels' time has the wait for the other card in it.
-HIDDEN = {"train_ddp": 1 - 4.38 / 29.22, "train_fsdp2": 1 - 65.38 / 176.47, "train_mfsdp": 1 - 171.49 / 265.94}
+# What a step on several cards takes longer than on one: this share of computing, whose kernels are slower beside NCCL's
+# and which waits for the slowest card, and this share of the collectives' time. Fitted to the runs with CUDA graphs on
+# two cards in strategies_h200x2.json and scaling_h200x2.json, of commits 71274bd and bdb1a4e.
+SLOWER = 0.03
+SHOWN = {"train_ddp": 0.5, "train_fsdp2": 0.35, "train_mfsdp": 0.5}
 NVLINK_GBS = 295.1  # of a link in an all-reduce: doctor_h200x2.log, of commit 4164698f9b1c
 ASSUMED = {"network GB/s a card": 50.0, "microseconds a hop of a ring": 3.0, "cards a node": 8}
 
@@ -124,6 +166,7 @@ class Estimate:
         memory: of a card, GiB by part.
         peak: the most at one time, GiB.
         compute: seconds of a step that the card computes.
+        weights: seconds that it casts, copies and updates weights, whatever the number of images.
         host: seconds that the host launches.
         network: seconds of collectives, hidden or not.
         step: seconds of a step.
@@ -134,6 +177,7 @@ class Estimate:
     memory: dict[str, float]
     peak: float
     compute: float
+    weights: float
     host: float
     network: float
     step: float
@@ -230,10 +274,21 @@ def recomputed(cfg: Config, flops: float) -> float:
 
 
 def tflops(kind: str, width: int) -> float:
-    """TFLOP/s of a whole step, from the widest model measured that is not wider, or else the narrowest."""
+    """TFLOP/s of passes, from the widest model measured that is not wider, or else the narrowest."""
     known = RATES[kind]
-    speed, gflop, *_ = known[max((w for w in known if w <= width), default=min(known))]
-    return speed * gflop / 1e3
+    return known[max((w for w in known if w <= width), default=min(known))].tflops()
+
+
+def moved(cfg: Config, script: str, gpus: int, params: float, parts: int, passes: int) -> float:
+    """Bytes of weights, gradients and the optimizer's state that a card's memory moves in a step of `passes`."""
+    update = UPDATE_BYTES + 2 * state_bytes(cfg) + (12 if cfg.ema.decay else 0)
+    divided = DIVIDED_BYTES if script == "train_ddp" and gpus > 1 else 0
+    return params * (update / parts + divided + passes * PASS_BYTES[script])
+
+
+def state_bytes(cfg: Config) -> float:
+    """Of the optimizer, a parameter."""
+    return STATE_BYTES[cfg.optimizer.name] / (2 if cfg.optimizer.state_dtype == "bf16" else 1)
 
 
 def ring_s(num_bytes: float, ranks: int, in_a_node: int, count: int, *, network: float) -> float:
@@ -269,8 +324,7 @@ def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: floa
     # Memory. Megatron-FSDP shards its BF16 weights, too; autocast casts each weight of DDP's once.
     weights = 6 if is_ddp or script == "train_mfsdp" else 4
     memory = {"weights": weights * shape.params / parts, "gradients": 4 * shape.params / parts}
-    state = STATE_BYTES[cfg.optimizer.name] / (2 if cfg.optimizer.state_dtype == "bf16" else 1)
-    memory["optimizer"] = state * shape.params / parts
+    memory["optimizer"] = state_bytes(cfg) * shape.params / parts
     memory["averages"] = 4 * shape.params / parts if cfg.ema.decay else 0
     stream = 2 * micro * model.num_tokens() * model.embed_dim
     kept, at_work = activations(cfg, script)
@@ -283,14 +337,18 @@ def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: floa
     memory["gathered"] = 0 if is_ddp else 2 * held + 6 * shape.block
     if script == "train_fsdp2" and accumulation > 1:
         memory["whole gradients"] = 4 * shape.params
+    if script == "train_mfsdp" and kind == "fp8":
+        memory["FP8 weights"] = 2 * shape.params  # and their transposes, of all blocks
     memory["graphs"] = 0.3 * GIB if cfg.cuda_graphs else 0
-    # Sharded gradients are not there yet when the activations are most.
-    late = 0 if is_ddp else min(memory["gradients"], memory["activations"])
+    # FSDP2's gradients are not there yet when the activations are most; the others have buffers for them.
+    late = 0 if script != "train_fsdp2" else min(memory["gradients"], memory["activations"])
     peak = sum(memory.values()) - late
 
     # Time.
     compute = accumulation * micro * 3 * shape.flops / (tflops(kind, model.embed_dim) * 1e12)
     compute *= recomputed(cfg, shape.flops)
+    weights_s = moved(cfg, script, gpus, shape.params, parts, accumulation) / (MOVED_TBS * 1e12)
+    weights_s += BETWEEN_STEPS_MS / 1e3
     floor = GRAPHED_MS if cfg.cuda_graphs else HOST_MS
     host = accumulation * floor[kind if kind in floor else "compiled"][script] / 24 * model.depth / 1e3
     here = min(node, shard)
@@ -306,11 +364,12 @@ def estimate(cfg: Config, script: str, gpus: int, shape: Shape, *, network: floa
         collectives += ring_s(reduces * 4 * shape.params, shard, here, reduces * units, network=network)
         beside = max(node // shard, 1) if gpus > node else outer
         collectives += 2 * ring_s(4 * shape.params / shard, outer, beside, units, network=network)
-    shown = max((1 - HIDDEN[script]) * collectives, collectives - compute)
+    shown = max(SHOWN[script] * collectives, collectives - compute) + (SLOWER * compute if gpus > 1 else 0)
     settings: dict[str, Any] = {"micro_batch_size": micro, "activation_checkpointing": cfg.activation_checkpointing}
     settings |= {"distributed.dp_outer": outer} if outer > 1 else {}
     in_gib = {name: size / GIB for name, size in memory.items() if size}
-    return Estimate(script, settings, in_gib, peak / GIB, compute, host, collectives, max(compute, host) + shown)
+    step = max(compute + weights_s, host) + shown
+    return Estimate(script, settings, in_gib, peak / GIB, compute, weights_s, host, collectives, step)
 
 
 def _over_stages(cfg: Config, script: str, gpus: int, *, network: float) -> Estimate:
@@ -320,7 +379,7 @@ def _over_stages(cfg: Config, script: str, gpus: int, *, network: float) -> Esti
         lengths.append(sizes.last_step - sizes.first_step)
     times = {
         name: sum(getattr(way, name) * length for way, length in zip(found, lengths, strict=True)) / sum(lengths)
-        for name in ("compute", "host", "network", "step")
+        for name in ("compute", "weights", "host", "network", "step")
     }
     return dataclasses.replace(max(found, key=lambda way: way.peak), **times)
 
@@ -508,7 +567,8 @@ def show(args: Any, gpus: int) -> None:
         speed, hours = images / steps / way.step, steps * way.step / 3600
         mark, times = "*" if way is fastest else " ", f"{speed:10,.0f} images/s {hours:9.1f} h {way.peak:6.1f} GiB"
         print(f"{mark} {script:<12} {way.step * 1e3:9.1f} ms {times}")
-        parts = f"compute {way.compute * 1e3:.0f}, host {way.host * 1e3:.0f}, collectives {way.network * 1e3:.0f}"
+        seconds = {"compute": way.compute, "weights": way.weights, "host": way.host, "collectives": way.network}
+        parts = ", ".join(f"{name} {value * 1e3:.0f}" for name, value in seconds.items())
         hint = (
             ": the host sets the pace, try cuda_graphs=true" if way.host > way.compute and not cfg.cuda_graphs else ""
         )

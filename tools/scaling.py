@@ -1,6 +1,7 @@
 """How a step scales over the GPUs of a machine: models x blocks x strategies x 1, 2, 4, ... GPUs, beside the estimate.
 
     python tools/scaling.py --output benchmarks/scaling_h200x8.json
+    python tools/scaling.py --measured benchmarks/scaling_h200x8.json --output again.json    # beside today's estimate
 
 For each model and number of GPUs `tools/benchmark.py strategies` is started once. One GPU is measured on all of them at
 the same time, each a run of its own: cards differ by some per cent, share the machine's power and cooling, and a step
@@ -116,7 +117,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], output: str) -> None:
-    """Images/s over GPUs, a panel a model: measured as lines, estimated as crosses."""
+    """Images/s of a GPU over the number of them, a panel a model: measured as lines, estimated dashed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -128,20 +129,17 @@ def draw(rows: list[dict[str, Any]], output: str) -> None:
     for axes, model in zip(grid[0], models, strict=False):
         for kind in dict.fromkeys((row["variant"], row["script"]) for row in rows if row["model"] == model):
             mine = [row for row in rows if (row["model"], row["variant"], row["script"]) == (model, *kind)]
-            there = [row for row in mine if "images_per_second" in row]
-            (line,) = axes.plot(
-                [row["gpus"] for row in there],
-                [row["images_per_second"] for row in there],
-                marker="o",
-                label=", ".join(kind).removeprefix("ours, "),
-            )
-            guessed = [(row["gpus"], row["estimated_images_per_second"]) for row in mine]
-            axes.plot(*zip(*guessed, strict=True), "x", color=line.get_color())
-        axes.set(xlabel="GPUs", ylabel="images/s (x: estimated)", title=model, xscale="log", yscale="log")
+            for key, style in (("images_per_second", "o-"), ("estimated_images_per_second", "x--")):
+                label = ", ".join(kind).removeprefix("ours, ") if style == "o-" else None
+                there = [(row["gpus"], row[key] / row["gpus"]) for row in mine if key in row]
+                color = axes.lines[-1].get_color() if label is None else None
+                axes.plot([n for n, _ in there], [rate for _, rate in there], style, color=color, label=label)
+        axes.set(xlabel="GPUs", ylabel="images/s of a GPU (dashed: estimated)", title=model, xscale="log")
+        axes.set_ylim(bottom=0)
         ticks = sorted({row["gpus"] for row in rows})
         axes.set_xticks(ticks, ticks)
         axes.minorticks_off()
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="lower left")
     figure.tight_layout()
     figure.savefig(output, dpi=100)
     plt.close(figure)
@@ -157,8 +155,10 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--steps", type=int, default=10, help="that count, a row")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a start")
+    parser.add_argument("--measured", type=Path, help="a file that this tool wrote, whose runs are not made again")
     args = parser.parse_args()
-    meta = benchmark.provenance()
+    before = json.loads(args.measured.read_text()) if args.measured else None
+    meta = benchmark.provenance() if before is None else before["meta"] | {"estimated": benchmark.provenance()}
     there = int(meta["card"].split()[0]) if "CPU" not in meta["card"] else 0
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")
     variants = [name for name in peers.OURS if re.search(args.variants, name)]
@@ -170,11 +170,16 @@ def main() -> None:
         for variant, script in itertools.product(variants, args.scripts):
             row = {"model": model, "images_a_gpu": images, "gpus": gpus, "variant": variant, "script": script}
             known[variant, script] = row | estimated(model, variant, images, gpus, script)
-        if gpus <= there:
+        if before is not None:
+            kept = [row for row in before["results"] if (row["model"], row["gpus"]) == (model, gpus)]
+            found = [row for row in kept if "of_each" in row or "error" in row]
+        elif gpus <= there:
             groups = [[card] for card in cards] if gpus == 1 else [cards[:gpus]]
             with tempfile.TemporaryDirectory() as folder:
                 found = measured(f"{model}:{images}", groups, Path(folder), args)
-            rows += [known.pop((row.get("variant"), row.get("script")), {}) | row for row in found]
+        else:
+            found = []
+        rows += [row | known.pop((row.get("variant"), row.get("script")), {}) for row in found]
         rows = with_scaling([*rows, *known.values()])
         for row in rows[-len(variants) * len(args.scripts) :]:
             print(json.dumps(row), flush=True)
