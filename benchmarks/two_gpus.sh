@@ -92,6 +92,10 @@ overlap) # what takes two GPUs longer than one: other cards, kernels beside NCCL
         strategies "two_ctas_$most" 100 2 --sizes large_patch16:128 huge_patch14:64 --variants "TE, BF16" \
             --scripts train_ddp train_fsdp2
         [ $most = 8 ] && profile 2 train_ddp ctas_$most
+        export NVTE_EXT_MARGIN_SM=$most # and that TransformerEngine's products leave free
+        strategies "two_ctas_${most}_margin" 100 2 --sizes large_patch16:128 huge_patch14:64 --variants "TE, BF16" \
+            --scripts train_ddp train_fsdp2
+        unset NVTE_EXT_MARGIN_SM
     done
     unset NCCL_MAX_CTAS
     ;;

@@ -68,6 +68,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "resident": ("input_pipeline/device_cache.py",),
     "same_numbers": (),
     "save": ("checkpoint.py",),
+    "scaling": (*STRATEGIES, "runtime/cuda_graphs.py", "tools/scaling.py"),
     "start": ("launch.py", "train_ddp.py", "runtime/process_group.py", "modeling.py"),
     "strategies": (*STRATEGIES, "runtime/cuda_graphs.py", "tools/peers.py"),
     "start_memory": ("train_fsdp2.py", "vit.py", "optim.py", "checkpoint.py", "interop/weights_out.py"),
