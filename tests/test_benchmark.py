@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import TINY
 from torch.autograd import DeviceType
 
 import benchmark
@@ -146,6 +147,21 @@ def test_a_start_is_timed_without_and_with_the_compilers_caches(monkeypatch, tmp
     assert len(capsys.readouterr().out.splitlines()) == 2
     with pytest.raises(SystemExit, match=r"train_ddp ended with 1 before step 3(.*\n)+the disk is full"):
         benchmark.start(argparse.Namespace(**(vars(args) | {"overrides": ["fails=true"]})))
+
+
+@pytest.mark.slow
+def test_saves_and_a_resume_are_timed(capsys):
+    """Two real starts: the second goes on from the first one's checkpoint, and has asynchronous saves."""
+    overrides = ["--config-name", "L0_sanity", *TINY, "data=synthetic"]
+    args = argparse.Namespace(scripts=["train_ddp"], nproc=1, every=2, timeout=200, overrides=overrides)
+    first, second = benchmark.save(args).values()
+    assert (first["async_save"], second["async_save"]) == (False, True)
+    assert "resume_s" not in first
+    assert 0 < second["resume_s"] < 60
+    for row in (first, second):
+        assert len(row["stalls_s"]) == len(row["waits_s"]) == 3
+        assert row["stall_s"] == max(row["stalls_s"][1:])
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_a_profile_counts_kernels_and_not_the_ranges_around_them():
