@@ -569,9 +569,8 @@ def show(args: Any, gpus: int) -> None:
         print(f"{mark} {script:<12} {way.step * 1e3:9.1f} ms {times}")
         seconds = {"compute": way.compute, "weights": way.weights, "host": way.host, "collectives": way.network}
         parts = ", ".join(f"{name} {value * 1e3:.0f}" for name, value in seconds.items())
-        hint = (
-            ": the host sets the pace, try cuda_graphs=true" if way.host > way.compute and not cfg.cuda_graphs else ""
-        )
+        waits = way.host > way.compute + way.weights and not cfg.cuda_graphs
+        hint = ": the host sets the pace, try cuda_graphs=true" if waits else ""
         print(f"      ms: {parts}{hint}")
         print(f"      GiB: {', '.join(f'{name} {size:.1f}' for name, size in way.memory.items())}")
         print(f"      {' '.join(settings_of(way, cfg)) or 'as the config has it'}")
