@@ -533,7 +533,7 @@ def _introduce(run: Run, cfg: Config, session: Session, sizes: RunSizes, *, star
     parameters = sum(weight.numel() for weight in run.state.weights.values())
     logger.info("mesh %s, %.2f M parameters, %s", run.mesh, parameters / 1e6, cfg.precision)
     logger.info(
-        "global batch %d = %d images x %d ranks x %d microbatches; steps %d to %d, %.4g passes over %d images",
+        "global batch %d = %d images x %d ranks x %d microbatches; steps %d to %d, %.4g epochs of %d images",
         *(cfg.global_batch_size, sizes.micro_batch_size, sizes.dp_size, sizes.accumulation),
         *(start_step + 1, last_step, sizes.samples_at(last_step) / num_images, num_images),
     )

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The headline table on 1, 2, 4 and 8 GPUs, on as many as there are; tools/estimate.py's numbers stand beside, for the rest alone.
+# The headline table on 1, 2, 4 and 8 GPUs, on as many as there are. tools/estimate.py's numbers stand beside what was measured;
+# for numbers of GPUs that are not there they stand alone.
 #     bash benchmarks/eight_gpus.sh FOLDER
 # B/16 with 512 images a GPU and G/14 with 16, three strategies, TransformerEngine in BF16 and FP8: images/s, share of the
 # GEMM rate, scaling, memory, first step (scaling.json); on all GPUs what the collectives hide (profile_*.json), a save and a

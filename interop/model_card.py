@@ -36,7 +36,7 @@ def model_card(state: dict[str, Any], config: dict[str, Any], weights: StepWeigh
         head += ["metrics:", "- accuracy"]
     sections = {
         "Model": _table(_model(state, weights)),
-        "Images": _table(_images(state, config)),
+        "Images": _table(_images(config)),
         "Training": _table(_training(state)),
         "Accuracy": _in_words(accuracy, state) if accuracy else "Not known of these weights.\n",
         "Use": USE,
@@ -65,7 +65,7 @@ def _model(state: dict[str, Any], weights: StepWeights) -> dict[str, str]:
     }
 
 
-def _images(state: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
+def _images(config: dict[str, Any]) -> dict[str, str]:
     found = config["pretrained_cfg"]
     return {
         "size": "{1} x {2} pixels, channels: {0}".format(*found["input_size"]),

@@ -121,7 +121,7 @@ def test_the_end_of_a_run_is_summed_up(observed):
     where = folder / f"stub/checkpoints/step_{best['step']:08d}"
     assert f"best: top1 {best['value']:.4f} at step {best['step']}, in {where}\n" in log
     assert where.is_dir()
-    assert log.count("24 = 12 images x 2 ranks x 1 microbatches; steps 5 to 8, 3.2 passes over 60 images") == 1
+    assert log.count("24 = 12 images x 2 ranks x 1 microbatches; steps 5 to 8, 3.2 epochs of 60 images") == 1
 
 
 def test_output_in_files_has_no_carriage_return(observed):
