@@ -192,6 +192,7 @@ def restore(
     if place is None or found is None:
         if (source := cfg.checkpoint.init_from) is not None:
             raise_on_all_ranks(lambda: _init_from(source, state, cfg, sizes), error=ConfigError)
+            state.after_load()
             if state.ema:
                 state.ema.restart()
         session.phases.place(0, None)
@@ -346,7 +347,6 @@ def _init_from(name: str, state: TrainState, cfg: Config, sizes: RunSizes) -> No
     with torch.no_grad():
         for name, tensor in tensors.items():
             to_local(state.weights[name]).copy_(local_slice(tensor, state.weights[name]))
-    state.after_load()
     left = f"; drawn anew: {', '.join(fresh)}" if fresh else ""
     logger.info("loaded %d of %d tensors from %s%s", len(tensors), len(state.weights), source.description, left)
     if others := weights_in.other_settings(source, cfg.data):

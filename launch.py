@@ -210,9 +210,10 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
         key, value = ("dp_outer", axes.dp_outer) if axes.dp_outer else ("dp_shard", axes.dp_shard)
         raise ConfigError(f"distributed.{key}={value}: DDP does not shard; set it to null or use train_fsdp2.py")
     if outer * shard * tp != world_size:
-        product = f"distributed.dp_outer={axes.dp_outer} x distributed.dp_shard={axes.dp_shard}"
+        product = f"distributed.dp_outer={outer} x distributed.dp_shard={axes.dp_shard}"
         product += f" x distributed.tp={tp}" if tp > 1 else ""
-        raise ConfigError(f"{product} is not the world size of {world_size}: leave one of them null")
+        leave = ", or leave distributed.dp_shard null" if axes.dp_shard else ""
+        raise ConfigError(f"{product} is not the world size of {world_size}: give axes whose product it is{leave}")
     if script == "train_mfsdp":
         if cfg.model.implementation != "ours":
             raise ConfigError(
@@ -272,7 +273,8 @@ def ranks_to_use(cfg: Config, script: str, world_size: int) -> int:
     for ranks in range(world_size, 0, -1) if cfg.distributed.stand_by else ():
         with contextlib.suppress(ConfigError):
             check_script(cfg, script, ranks)
-            split_batch(cfg, ranks)
+            for stage in cfg.stages():
+                split_batch(stage, ranks)
             return ranks
     return world_size  # what is wrong has nothing to do with their number
 

@@ -224,8 +224,7 @@ class Folder:
             earlier.append(self.folder / "final_model")
         if not earlier:
             return
-        number = 1 + sum(1 for _ in self.folder.glob("earlier_*"))
-        aside = self.folder / f"earlier_{number:03d}"
+        aside = self.folder / _next_aside(path.name for path in self.folder.glob("earlier_*"))
         aside.mkdir()
         for path in earlier:
             path.rename(aside / path.name)
@@ -472,13 +471,13 @@ class InBucket(Folder):
         keys += [key for folder in complete for key in self.bucket.list(f"{folder}/")]
         if not keys:
             return
-        number = 1 + len({key.split("/")[0] for key in self.bucket.list("earlier_")})
+        aside = _next_aside(key.split("/")[0] for key in self.bucket.list("earlier_"))
         keys.sort(key=lambda key: key.endswith(MANIFEST))  # written last
         for key in keys:
-            self.bucket.copy(key, f"earlier_{number:03d}/{key}")
+            self.bucket.copy(key, f"{aside}/{key}")
         self.bucket.delete(key for key in keys if key.endswith(MANIFEST))
         self.bucket.delete(key for key in keys if not key.endswith(MANIFEST))
-        logger.warning("%s to %s", MOVED, self.bucket.url(f"earlier_{number:03d}"))
+        logger.warning("%s to %s", MOVED, self.bucket.url(aside))
 
     @override
     def has_final_model(self) -> bool:
@@ -492,6 +491,12 @@ class InBucket(Folder):
         for file in files:
             self.bucket.upload(file, f"final_model/{file.name}")
         self.bucket.put(f"final_model/{MANIFEST}", _manifest("", facts, {}))
+
+
+def _next_aside(names: Iterable[str]) -> str:
+    """earlier_NNN, above all that there are: of those before it some may have been deleted."""
+    numbers = [int(found[1]) for name in names if (found := re.fullmatch(r"earlier_(\d+)", name))]
+    return f"earlier_{max(numbers, default=0) + 1:03d}"
 
 
 def local_dir(cfg: Config) -> Path:

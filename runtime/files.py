@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -16,7 +17,8 @@ def written_whole(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         path: of the file, which is replaced.
         mode: "w" or "wb".
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # On a shared disk another node can have a process of the same number.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with open(temporary, mode) as file:
             yield file

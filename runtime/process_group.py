@@ -50,7 +50,7 @@ def dist_session(cfg: Config) -> Iterator[Session]:
         key, folder = "checkpoint.ckpt_dir", Path(cfg.checkpoint.ckpt_dir or session.output_dir)
         if is_bucket(cfg.checkpoint.ckpt_dir):
             key, folder = "checkpoint.local_dir", local_dir(cfg)
-        if session.output_dir.absolute() not in (folder.absolute(), *folder.absolute().parents):
+        if folder.absolute() != session.output_dir.absolute():  # within it, too: another run's ckpt_dir can be there
             held.enter_context(lock_folder(folder, key))
 
     with contextlib.ExitStack() as held:

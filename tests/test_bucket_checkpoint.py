@@ -188,8 +188,20 @@ def test_a_fresh_start_moves_the_earlier_run_aside_and_loses_nothing(job, bucket
     assert second.restore().step == 0
     assert {key: bucket.get(f"earlier_001/{key}") for key in before} == before
     assert set(bucket.list()) == {f"earlier_001/{key}" for key in before} | {"writer.json"}
+    second.save(2)
     second.close()
     assert fetched(bucket.url("earlier_001"), second.local).joinpath("state.json").exists()
+    # One is copied elsewhere and deleted: the number of another is not taken again.
+    third = job("checkpoint.resume_from_checkpoint=false")
+    third.restore()
+    kept = {key: bucket.get(key) for key in bucket.list("earlier_002/")}
+    bucket.delete(bucket.list("earlier_001/"))
+    third.save(4)
+    third.close()
+    job("checkpoint.resume_from_checkpoint=false").restore()
+    assert kept
+    assert {key: bucket.get(key) for key in bucket.list("earlier_002/")} == kept
+    assert bucket.list("earlier_003/")
 
 
 def test_an_earlier_start_that_still_runs_stops_at_its_next_save(job, bucket, tiny, tmp_path):

@@ -280,7 +280,7 @@ def test_pruning_spares_the_best_and_what_it_does_not_know(job):
     for name in ("step_notes", "step_2", "step_00000001.tmp", "step_notes.tmp", "other"):
         (one.root / name).mkdir()
     one.save(4, 6, best=best)
-    names = {path.name for path in one.root.iterdir()} - {"best.json"}
+    names = {path.name for path in one.root.iterdir()} - {"best.json", ".lock"}
     assert names == {"step_00000002", "step_00000006", "step_notes", "step_2", "step_notes.tmp", "other"}
     assert json.loads((one.root / "best.json").read_text()) == best
     better = {"step": 8, "metric": "val/top1", "value": 0.6}
@@ -392,9 +392,11 @@ def test_a_folder_that_cannot_be_written_is_refused(job, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_run_on_the_same_checkpoints_is_refused_while_it_lives(tiny, tmp_path):
+@pytest.mark.parametrize("place", ["apart", "within"])
+def test_another_run_on_the_same_checkpoints_is_refused_while_it_lives(tiny, tmp_path, place):
     """Two output folders, one ckpt_dir. A killed run holds nothing, even while its loader processes live on."""
-    shared = f"checkpoint.ckpt_dir={tmp_path}/shared"
+    folder = {"apart": "shared", "within": "other/checkpoints"}[place]  # the latter is the holder's default
+    shared = f"checkpoint.ckpt_dir={tmp_path}/{folder}"
     code = (
         "import launch, os, sys, time\n"
         "from runtime.process_group import dist_session\n"
@@ -403,7 +405,8 @@ def test_another_run_on_the_same_checkpoints_is_refused_while_it_lives(tiny, tmp
         "    if os.fork() == 0: time.sleep(60)\n"
         "    print('held', flush=True); time.sleep(60)\n"
     )
-    command = [sys.executable, "-c", code, *tiny, shared, f"output_dir={tmp_path}/other"]
+    holder_has = [shared, f"output_dir={tmp_path}/other"] if place == "apart" else [f"output_dir={tmp_path}/other"]
+    command = [sys.executable, "-c", code, *tiny, *holder_has]
     environment = dict(os.environ, PYTHONPATH=str(ROOT))
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
     try:
@@ -453,6 +456,10 @@ def test_a_job_begins_anew_once_however_its_nodes_come_and_go(job):
         one.save(2)
         assert (checkpoint._find(one.saver.place, one.cfg, names) is not None) == goes_on, names
     assert len(list(one.root.glob("earlier_*"))) == 4
+    shutil.rmtree(one.root / "earlier_001")  # to save room: the others' numbers are not taken again
+    one.save(2)
+    one.saver.place.set_aside()
+    assert {path.name for path in one.root.glob("earlier_*")} == {f"earlier_{number:03d}" for number in (2, 3, 4, 5)}
 
 
 def test_a_torchrun_has_a_name_of_its_own(tmp_path, monkeypatch):

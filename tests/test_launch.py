@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from configs import load, schema_leaves, small, with_values, yaml_leaves
-from conftest import ROOT, SCRIPTS, TINY, error_of, run_command, started_once
+from conftest import ROOT, SCRIPTS, TINY, error_of, run_command, started_once, tiny_config
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -51,6 +51,13 @@ def test_as_many_ranks_train_as_the_batch_and_the_mesh_take(values, there, used)
     assert launch.ranks_to_use(without, "train_fsdp2", there) == there
 
 
+def test_as_many_ranks_train_as_every_stage_takes():
+    change = "data.size_schedule=[{epoch:2,img_size:24,global_batch_size:8}]"
+    cfg = tiny_config("global_batch_size=12", change, "distributed.stand_by=true")
+    assert launch.ranks_to_use(cfg, "train_ddp", 6) == 4
+    assert launch.ranks_to_use(tiny_config("global_batch_size=12", "distributed.stand_by=true"), "train_ddp", 6) == 6
+
+
 def test_what_no_number_of_ranks_mends_is_said(monkeypatch):
     cfg = with_values(small(), global_batch_size=24, micro_batch_size=7, distributed={"stand_by": True})
     assert launch.ranks_to_use(cfg, "train_ddp", 3) == 3
@@ -75,7 +82,7 @@ def test_ddp_refuses_to_shard_and_names_the_key(key, value):
 def test_axes_that_are_not_the_world_are_refused(monkeypatch, script, dp_outer, dp_shard, world_size):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     text = error_of(launch.check_script, axes(dp_outer=dp_outer, dp_shard=dp_shard), script, world_size)
-    assert f"distributed.dp_outer={dp_outer}" in text
+    assert f"distributed.dp_outer={dp_outer or 1}" in text
     assert f"distributed.dp_shard={dp_shard}" in text
     assert f"world size of {world_size}" in text
 
