@@ -91,7 +91,9 @@ def order_of(model: TimmModel, cfg: Config, sizes: RunSizes) -> list[int] | None
             f"distillation.teacher={cfg.distillation.teacher} does not know {first_few(strangers)}, of "
             f"data.path={cfg.data.path}: give a teacher of the same classes"
         )
-    return [names.index(name) for name in classes] + list(range(len(classes), cfg.model.num_classes))
+    known = [names.index(name) for name in classes]
+    others = [output for output in range(cfg.model.num_classes) if output not in known]
+    return known + others[: cfg.model.num_classes - len(known)]
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:

@@ -945,7 +945,7 @@ class DistributedConfig:
     """Sizes of the mesh axes; None = derived from the world size."""
 
     dp_outer: PositiveInt | None
-    """FSDP2, Megatron-FSDP: replicas of the sharded group (HSDP); null = by the world size."""
+    """FSDP2, Megatron-FSDP: replicas of the sharded group (HSDP); null = 1."""
     dp_shard: PositiveInt | None
     """FSDP2, Megatron-FSDP: ranks that share one copy of the weights; null = by the world size."""
     tp: PositiveInt | None
@@ -1241,6 +1241,7 @@ class Config:
             if change.lr is not None:
                 warmup = change.num_warmup_epochs
                 lengths = {"num_warmup_steps": 0 if warmup is None else None, "num_warmup_epochs": warmup}
+                lengths |= {"warmup_start_lr": 0.0} if warmup is None else {}
                 values["optimizer"] = dataclasses.replace(before.optimizer, lr=change.lr)
                 values["lr_scheduler"] = dataclasses.replace(before.lr_scheduler, **lengths)
             stages.append(dataclasses.replace(before, **values))
@@ -1753,6 +1754,11 @@ class RunSizes:
                 break
             later = [starts[other][0] for other in sorted({*owners}) if other > owner]
             schedule_end = min(later, default=cfg.lr_scheduler.num_training_steps or total)
+            if schedule_end <= starts[owner][0]:
+                raise ConfigError(
+                    f"lr_scheduler.num_training_steps={schedule_end} is not after step {starts[owner][0]}, where an lr "
+                    "of data.size_schedule begins a schedule: give more steps of the run, or null"
+                )
             warmup = stage.lr_scheduler.num_warmup_steps
             if warmup is None:
                 warmup = steps(stage.lr_scheduler.num_warmup_epochs, configs[owner])

@@ -266,8 +266,10 @@ def train_stage(
             set_status(session, "running", step)
 
         # 4. Evaluate, then save: a step's checkpoint knows its score, and a new best always has one.
-        if _is_due(step - sizes.first_step, sizes.evaluate_every, is_last_step) and not evaluate_now():
-            break
+        if _is_due(step - sizes.first_step, sizes.evaluate_every, is_last_step):
+            check.stop_if_not_finite()
+            if not evaluate_now():
+                break
         is_new_best = progress.best is not None and progress.best["step"] == step
         hosts_are_together = saves and (
             is_new_best or is_last_step or _is_due(step - sizes.first_step, sizes.save_every)

@@ -99,9 +99,10 @@ def test_a_rank_that_torchrun_left_behind_is_ended(tmp_path, monkeypatch):
         (["profile", "--script", "train_ddp"], "profile needs a CUDA GPU"),
         (["train"], "--scripts train_mfsdp needs a CUDA GPU"),
         (["save"], "--scripts train_mfsdp needs a CUDA GPU"),
+        (["save", "--scripts", "train_ddp", "--every", "1"], "--every=1: give 2 or more"),
     ],
 )
-def test_what_needs_a_gpu_says_so_in_one_line(monkeypatch, capsys, tmp_path, arguments, key):
+def test_what_cannot_be_measured_is_refused_in_one_line(monkeypatch, capsys, tmp_path, arguments, key):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["benchmark.py", *arguments, "--output", str(tmp_path / "new/x.json")])
     with pytest.raises(SystemExit) as raised:

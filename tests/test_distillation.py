@@ -250,6 +250,14 @@ def pictures(size=16):
     return torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
 
 
+def test_a_student_of_fewer_classes_has_each_of_the_teachers_outputs_once(tmp_path):
+    write_teacher(tmp_path, names=CLASSES)
+    few = [CLASSES[2], CLASSES[0]]
+    teacher, _ = taught_by(tmp_path, classes=few)
+    assert teacher.order[:2] == [2, 0]
+    assert sorted(teacher.order) == list(range(6))
+
+
 def test_an_equal_mean_leaves_the_images_alone(tmp_path):
     x, seen = pictures(), []
     write_teacher(tmp_path)

@@ -256,6 +256,15 @@ def test_what_fits():
     assert set(estimate.ways(cfg, 1, 130.0, shape, network=NETWORK).values()) == {"does not fit 130 GiB"}
 
 
+def test_graphs_that_were_typed_refuse_recomputation_that_was():
+    cfg, both = config("cuda_graphs=true"), config("cuda_graphs=true", "activation_checkpointing=true")
+    typed = frozenset(["cuda_graphs", "activation_checkpointing"])
+    found = estimate.ways(both, 8, 130.0, estimate.Shape.of(both), network=NETWORK, typed=typed)
+    assert all("cuda_graphs=true records no activation_checkpointing=true" in why for why in found.values())
+    free = estimate.ways(cfg, 8, 130.0, estimate.Shape.of(cfg), network=NETWORK, typed=frozenset(["cuda_graphs"]))
+    assert all(way.settings["activation_checkpointing"] is False for way in free.values())
+
+
 def test_what_the_command_line_gives_stays():
     typed = ["micro_batch_size=16", "activation_checkpointing=true", "distributed.dp_outer=2"]
     cfg = config(*typed)

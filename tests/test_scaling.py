@@ -57,6 +57,15 @@ def test_a_start_that_fails_says_why(ranks, tmp_path):
     assert error == {"model": "base_patch16", "gpus": 4, "error": "torch.OutOfMemoryError: CUDA out of memory"}
 
 
+def test_a_card_that_failed_is_not_taken_for_another():
+    row = {"model": "a", "variant": "te", "script": "train_ddp"}
+    one = row | {"gpus": 1, "images_per_second": 150.0, "of_each": [None, 100.0, 200.0]}
+    two = row | {"gpus": 2, "images_per_second": 250.0, "of_each": [250.0]}
+    assert "scaling" not in scaling.with_scaling([one, two])[1]
+    one["of_each"] = [100.0, 200.0, None]
+    assert scaling.with_scaling([one, two])[1]["scaling"] == 0.833
+
+
 def test_what_is_not_there_is_estimated(monkeypatch, tmp_path):
     """Without a GPU no run is made; the files are there, and more GPUs make more images."""
     monkeypatch.setattr(scaling, "measured", lambda *_: pytest.fail("a run"))

@@ -367,6 +367,13 @@ def test_the_rate_begins_anew_where_an_entry_has_one_and_follows_the_batch_where
     assert lr_at(8, after, second) == pytest.approx(lr_at(8, before, first) / 2)
 
 
+def test_an_entry_without_a_warmup_has_none_wherever_the_first_one_starts():
+    started = ["lr_scheduler.warmup_start_lr=1e-6", "data.size_schedule=[{epoch:2,img_size:24,lr:1e-4}]"]
+    (_, first), (cfg, second) = stages_of(*started, "num_train_steps=12")
+    assert lr_at(second.first_step + 1, cfg, second) == pytest.approx(1e-4, rel=0.1)
+    assert first.num_warmup_steps > 0
+
+
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_every_sample_is_drawn_once_in_the_order_of_the_stream(repeats):
     numbers, images = [], []
@@ -414,6 +421,10 @@ def test_refused_in_one_line(name):
 
 
 def test_refused_by_the_sizes_or_the_script():
+    early = ["data.size_schedule=[{epoch:2,img_size:24,lr:1e-5}]", "lr_scheduler.num_training_steps=5"]
+    assert "num_training_steps=5 is not after step 5, where an lr of" in error_of(
+        stages_of, *early, "num_train_steps=12"
+    )
     assert "epoch 0.1: less than a step of 24 images" in error_of(
         stages_of, "data.size_schedule=[{epoch:0.1,img_size:24}]"
     )

@@ -91,9 +91,8 @@ def _tasks(nproc, image_folder, folder):
     if nproc == 2:
         tasks.append(task("clip", "train_ddp", call="clip_with_absent_gradients"))
         tasks.append(task("masks", "train_ddp", call="dropout_masks"))
-        tasks += [
-            task(f"diverges-{s}", s, "optimizer.lr=1e30", "logger.frequency=4", may_fail=True) for s in CPU_SCRIPTS
-        ]
+        diverges = ["optimizer.lr=1e30", "logger.frequency=4", "evaluation.every_n_steps=2"]
+        tasks += [task(f"diverges-{s}", s, *diverges, may_fail=True) for s in CPU_SCRIPTS]
         tasks.append(task("other-model", "train_ddp", "model.depth=3", output="stopped-0", may_fail=True))
         tasks.append(task("first", "train_fsdp2", "num_train_steps=1", output="afresh"))
         tasks.append(task("afresh", "train_ddp", "checkpoint.resume_from_checkpoint=false"))
@@ -257,6 +256,9 @@ def test_a_non_finite_loss_stops_all_ranks_at_one_step(runs, script):
     assert "not finite at step 2:" in errors.pop()
     assert json.loads((folder / f"diverges-{script}/status.json").read_text())["state"] == "failed"
     assert not list((folder / f"diverges-{script}").glob("checkpoints/step_*"))
+    # Not even evaluated: metrics.jsonl would not be JSON.
+    assert "NaN" not in (folder / f"diverges-{script}/metrics.jsonl").read_text()
+    assert column(folder, f"diverges-{script}", "val/loss") == []
 
 
 def test_another_models_checkpoint_is_refused_by_name(runs):

@@ -656,11 +656,14 @@ def plot(args: argparse.Namespace) -> None:
     figure.savefig(args.output, dpi=100)
 
 
-def check_device(args: argparse.Namespace) -> None:
-    """Refuse, in one line, what this machine cannot measure."""
+def check(args: argparse.Namespace) -> None:
+    """Refuse, in one line, what cannot be measured here or at all."""
     from launch import exit_with
 
     import torch
+
+    if args.what == "save" and args.every < 2:
+        exit_with(f"--every={args.every}: give 2 or more, since the first four steps of a start do not count")
 
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # another way to look would keep CUDA from this process's forks
     if torch.cuda.is_available():
@@ -728,7 +731,7 @@ def main() -> None:
     sub.add_argument("files", nargs="+", type=Path)
     sub.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    check_device(args)
+    check(args)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     if args.what == "plot":
         plot(args)

@@ -66,7 +66,7 @@ def measured_runs() -> list[dict[str, Any]]:
         for part in content if isinstance(content, list) else [content]:
             found = part["results"] if isinstance(part["results"], list) else part["results"]["rows"]
             for got in found if "NCCL_MAX_CTAS=" not in part["meta"].get("note", "") else ():
-                if "images_per_second" not in got or not got.get("script"):
+                if "images_per_second" not in got or got.get("variant") not in VARIANTS:
                     continue
                 row = {"file": file.name, "commit": part["meta"]["commit"], "script": got["script"]}
                 batch = got["images_a_gpu"] * got["gpus"]

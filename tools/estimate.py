@@ -419,9 +419,8 @@ def ways(
         found, refused = [], ""
         shard = cfg.distributed.dp_shard if "distributed.dp_shard" in typed else None
         for micro, recomputes, outer in itertools.product(micros, recomputations, outers):
-            without_graphs = bool(recomputes) and cfg.cuda_graphs  # which record no recomputation
-            if without_graphs and "cuda_graphs" in typed:
-                continue
+            # Graphs record no recomputation: those of the config give way, those that were typed refuse it.
+            without_graphs = bool(recomputes) and cfg.cuda_graphs and "cuda_graphs" not in typed
             tried = dataclasses.replace(
                 cfg,
                 cuda_graphs=cfg.cuda_graphs and not without_graphs,
@@ -575,7 +574,10 @@ def show(args: Any, gpus: int) -> None:
         print(f"      GiB: {', '.join(f'{name} {size:.1f}' for name, size in way.memory.items())}")
         print(f"      {' '.join(settings_of(way, cfg)) or 'as the config has it'}")
     if fastest is None:
-        print("  nothing fits: more cards, or the next smaller model")
+        is_too_large = any("does not fit" in str(way) for way in found.values())
+        print(
+            "  nothing fits: more cards, or the next smaller model" if is_too_large else "  none of these would start"
+        )
         return
     micro, hours = fastest.settings["micro_batch_size"], steps * fastest.step / 3600
     accumulation = cfg.global_batch_size // (micro * gpus)

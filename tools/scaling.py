@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def estimated(model: str, variant: str, images: int, gpus: int, script: str) -> 
 def measured(size: str, groups: list[list[str]], folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one start on each group of GPUs, all at the same time; images/s are the mean, `of_each` has them all.
 
-    A start that ends early adds a row with an `error`.
+    A start that ends early adds a row with an `error`, and is null in `of_each`.
     """
     cores, starts = sorted(os.sched_getaffinity(0)), []
     for number, group in enumerate(groups):
@@ -67,22 +68,23 @@ def measured(size: str, groups: list[list[str]], folder: Path, args: argparse.Na
                 stderr=log,
             )
         starts.append((process, output))
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    errors = []
-    for process, output in starts:
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    errors, until = [], time.monotonic() + args.timeout
+    for number, (process, output) in enumerate(starts):
         try:
-            process.wait(args.timeout)
+            process.wait(max(until - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             process.terminate()  # torchrun, which ends its ranks
             process.wait()
         for row in json.loads(output.read_text())["results"]["rows"] if output.exists() else []:
-            found.setdefault((row["variant"], row["script"]), []).append(row)
+            found.setdefault((row["variant"], row["script"]), {})[number] = row
         if process.returncode:
             errors.append({"model": size.partition(":")[0], "gpus": len(groups[0]), "error": why(output)})
     rows = []
     for each in found.values():
-        rates = [row["images_per_second"] for row in each]
-        rows.append(each[0] | {"images_per_second": round(statistics.mean(rates), 1), "of_each": rates})
+        rates = [each[number]["images_per_second"] if number in each else None for number in range(len(groups))]
+        mean = statistics.mean(row["images_per_second"] for row in each.values())
+        rows.append(next(iter(each.values())) | {"images_per_second": round(mean, 1), "of_each": rates})
     return rows + errors[:1]
 
 
@@ -100,7 +102,7 @@ def with_scaling(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         rates = alone.get(tuple(row.get(k) for k in key), [])[: row["gpus"]]
-        if row["gpus"] > 1 and "of_each" in row and len(rates) == row["gpus"]:
+        if row["gpus"] > 1 and "of_each" in row and len(rates) == row["gpus"] and all(rates):
             row = row | {"scaling": round(row["images_per_second"] / sum(rates), 3)}
             row |= {"scaling_of_slowest": round(row["images_per_second"] / len(rates) / min(rates), 3)}
         found.append(row)
