@@ -369,7 +369,7 @@ def _find(place: Folder, cfg: Config, torchruns: list[str | None]) -> Found | No
         ConfigError: a checkpoint's index was tampered with.
     """
     if not cfg.checkpoint.resume_from_checkpoint and not _has_begun(place, torchruns):
-        place.set_aside()
+        place.set_aside(Path(cfg.output_dir) / name for name in ("metrics.jsonl", "fp8_statistics.jsonl"))
         return None
     for name in place.incomplete():
         logger.warning("skipping %s: not a complete checkpoint", name)

@@ -446,6 +446,8 @@ def evaluate(
     model.train()
     dist.all_reduce(sums)
     loss, top1, top5, images = (sums / copies).tolist()
+    if not images:
+        raise RunError("none of the validation images could be read (data.on_error=skip): mend them, or data.path")
     return {"val/loss": loss / images, "val/top1": top1 / images, "val/top5": top5 / images, "val/images": int(images)}
 
 
@@ -533,11 +535,12 @@ def _introduce(run: Run, cfg: Config, session: Session, sizes: RunSizes, *, star
     """Say what runs, once."""
     last_step, num_images = sizes.last_step, sizes.num_train_images
     parameters = sum(weight.numel() for weight in run.state.weights.values())
+    span = f"steps {start_step + 1} to {last_step}" if start_step < last_step else f"no step after {start_step}"
     logger.info("mesh %s, %.2f M parameters, %s", run.mesh, parameters / 1e6, cfg.precision)
     logger.info(
-        "global batch %d = %d images x %d ranks x %d microbatches; steps %d to %d, %.4g epochs of %d images",
+        "global batch %d = %d images x %d ranks x %d microbatches; %s, %.4g epochs of %d images",
         *(cfg.global_batch_size, sizes.micro_batch_size, sizes.dp_size, sizes.accumulation),
-        *(start_step + 1, last_step, sizes.samples_at(last_step) / num_images, num_images),
+        *(span, sizes.samples_at(last_step) / num_images, num_images),
     )
     if cfg.optimizer.lr_base_size is not None:
         logger.info("peak learning rate: %s", peak_lr_in_words(cfg))

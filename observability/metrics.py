@@ -1,5 +1,6 @@
 """What a run reports: metrics.jsonl, the console line, the progress bar, the summary; and how speed is computed."""
 
+import errno
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from observability import trackers
+from runtime.run_folder import going_on
 from runtime.session import Session
 from schema import Config, RunSizes
 
@@ -190,7 +192,7 @@ class MetricLogger:
             return
         path = session.output_dir / "metrics.jsonl"
         _cut_torn_line(path)
-        self.file = open(path, "a", buffering=1)  # noqa: SIM115  (open for the length of the run; line by line)
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115  (open for the length of the run; line by line)
         if start_step < total_steps:
             self.outlets = trackers.start(cfg, session.output_dir, run_id=run_id, start_step=start_step)
 
@@ -211,12 +213,21 @@ class MetricLogger:
         self.last.update(known)
         if not self.enabled:
             return
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        self._append(json.dumps({"step": step, **values}).encode() + b"\n")
         logger.info("step %d/%d  %s", step, self.total_steps, "  ".join(_readable(values)))
         if "train/loss" in known:
             self.bar.set_postfix(loss=f"{known['train/loss']:.4f}", refresh=False)
         for outlet in self.outlets:
             outlet.log(step, known)
+
+    def _append(self, line: bytes) -> None:
+        """A whole line or none of it, where the disk is full."""
+        path = Path(self.file.name)
+        with going_on(path):
+            end = path.stat().st_size
+            if self.file.write(line) < len(line):
+                self.file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self, step: int, best: dict[str, Any] | None) -> None:
         """Log what was done up to `step`, and close everything; call it last.

@@ -217,8 +217,11 @@ class Folder:
         write_json(file, content)
         return before
 
-    def set_aside(self) -> None:
-        """A fresh start in a used place: move the earlier run's checkpoints out of the way, lose none."""
+    def set_aside(self, files: Iterable[Path] = ()) -> None:
+        """A fresh start in a used place: move the earlier run's checkpoints out of the way, lose none.
+
+        With them go those of `files` that are there: what else the earlier run wrote of its steps.
+        """
         earlier = [*step_folders(self.folder).values(), *(p for p in [self.folder / "best.json"] if p.exists())]
         if (self.folder / "final_model").exists():
             earlier.append(self.folder / "final_model")
@@ -228,6 +231,9 @@ class Folder:
         aside.mkdir()
         for path in earlier:
             path.rename(aside / path.name)
+        for path in files:
+            if path.exists():
+                shutil.move(path, aside / path.name)  # it may be on another disk
         logger.warning("%s to %s", MOVED, aside)
 
     def has_final_model(self) -> bool:
@@ -464,7 +470,7 @@ class InBucket(Folder):
         return before
 
     @override
-    def set_aside(self) -> None:
+    def set_aside(self, files: Iterable[Path] = ()) -> None:
         # A bucket has no renaming: copied first, then deleted, both within the service.
         complete = [_key(step) for step, names in self._listed().items() if MANIFEST in names]
         keys = [*self.bucket.list("best.json"), *self.bucket.list("final_model/")]
@@ -475,6 +481,10 @@ class InBucket(Folder):
         keys.sort(key=lambda key: key.endswith(MANIFEST))  # written last
         for key in keys:
             self.bucket.copy(key, f"{aside}/{key}")
+        for path in files:
+            if path.exists():
+                self.bucket.upload(path, f"{aside}/{path.name}")
+                path.unlink()
         self.bucket.delete(key for key in keys if key.endswith(MANIFEST))
         self.bucket.delete(key for key in keys if not key.endswith(MANIFEST))
         logger.warning("%s to %s", MOVED, self.bucket.url(aside))

@@ -1,5 +1,6 @@
 """The folder of a run: its lock, its logs, its status, and what it says of how it was made."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +21,7 @@ import torch.cuda.nccl
 import torchvision
 import yaml
 from tqdm import tqdm
+from typing_extensions import override
 
 from runtime.files import write_json, written_whole
 from runtime.session import Session
@@ -41,7 +44,7 @@ def lock_folder(folder: Path, key: str) -> TextIO:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a+")  # noqa: SIM115  (the caller closes it)
     except OSError as error:
-        raise ConfigError(f"{key}={folder} cannot be written to ({error.strerror}): give another folder") from None
+        raise _not_writable(key, folder, error) from None
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -57,9 +60,16 @@ def lock_folder(folder: Path, key: str) -> TextIO:
             f"wait for it, or give this run another {key}"
         ) from None
     lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {platform.node()}\n")
-    lock.flush()
+    try:
+        lock.write(f"process {os.getpid()} on {platform.node()}\n")
+        lock.flush()
+    except OSError as error:  # a full disk
+        raise _not_writable(key, folder, error) from None
     return lock
+
+
+def _not_writable(key: str, folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{key}={folder} cannot be written to ({error.strerror}): make room, or give another folder")
 
 
 def set_up_logging(session: Session) -> None:
@@ -75,7 +85,10 @@ def set_up_logging(session: Session) -> None:
     handlers: list[logging.Handler] = [_ConsoleHandler()]
     if session.is_main:
         log = session.output_dir / "train.log"  # paths may hold bytes that are no UTF-8
-        handlers.append(_LogFileHandler(log, encoding="utf-8", errors="backslashreplace"))
+        try:
+            handlers.append(_LogFileHandler(log, encoding="utf-8", errors="backslashreplace"))
+        except OSError as error:
+            raise _not_writable("output_dir", session.output_dir, error) from None
     for handler in handlers:
         handler.setFormatter(formatter)
         handler.setLevel(logging.INFO if session.is_main else logging.WARNING)
@@ -91,7 +104,15 @@ class _ConsoleHandler(logging.StreamHandler):
 
 
 class _LogFileHandler(logging.FileHandler):
-    """train.log."""
+    """train.log; that its disk takes no more is told once."""
+
+    is_told = False
+
+    @override
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.is_told:
+            self.is_told = True  # before the line, which comes here, too
+            logger.warning("%s cannot be written: the run goes on without", self.baseFilename)
 
 
 def _git_commit() -> str:
@@ -106,8 +127,11 @@ def _git_commit() -> str:
 def write_config(cfg: Config, session: Session) -> None:
     """config.yaml, on rank 0: with what values the folder's run trains."""
     if session.is_main:
-        with written_whole(session.output_dir / "config.yaml") as file:
-            yaml.safe_dump(to_plain(cfg), file, sort_keys=False)
+        try:
+            with written_whole(session.output_dir / "config.yaml") as file:
+                yaml.safe_dump(to_plain(cfg), file, sort_keys=False)
+        except OSError as error:
+            raise _not_writable("output_dir", session.output_dir, error) from None
 
 
 def changed_keys(cfg: Config, session: Session) -> list[str]:
@@ -135,7 +159,8 @@ def write_provenance(cfg: Config, session: Session) -> None:
 def set_status(session: Session, state: str, step: int | None = None) -> None:
     """Write status.json, whole or not at all; `step` stays what it was if it is not given.
 
-    So do the seconds, until it is known what this start goes on from.
+    So do the seconds, until it is known what this start goes on from. A disk that takes no more ends no run: it may
+    have room again, and checkpoints may be elsewhere.
     """
     if not session.is_main:
         return
@@ -143,10 +168,30 @@ def set_status(session: Session, state: str, step: int | None = None) -> None:
     step = before.get("step", 0) if step is None else step
     goodput = {"goodput": totals} if totals else {"goodput": before["goodput"]} if "goodput" in before else {}
     now = {"state": state, "step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    write_json(session.output_dir / "status.json", now | goodput)
+    with going_on(session.output_dir / "status.json"):
+        write_json(session.output_dir / "status.json", now | goodput)
 
 
 def read_status(session: Session) -> dict[str, Any]:
     """What status.json says; empty where there is none."""
     path = session.output_dir / "status.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:  # not ours any more; it says nothing that a run needs
+        logger.warning("%s is not JSON: passed over", path)
+        return {}
+
+
+@contextlib.contextmanager
+def going_on(file: Path) -> Iterator[None]:
+    """Inside, a file that cannot be written is told once, until it can again, and ends nothing."""
+    try:
+        yield
+        _untold.discard(file)
+    except OSError as error:
+        if file not in _untold:
+            logger.warning("%s cannot be written (%s): the run goes on without", file, error.strerror)
+        _untold.add(file)
+
+
+_untold: set[Path] = set()  # files that lack what could not be written

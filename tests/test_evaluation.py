@@ -11,6 +11,7 @@ from timm.data import create_transform
 from torch import nn
 from torchvision.datasets import ImageFolder
 
+import schema
 import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
@@ -109,3 +110,11 @@ def test_evaluation_leaves_mode_weights_and_gradients_alone(image_folder):
 def test_evaluation_leaves_the_global_generators_alone(image_folder, num_workers):
     with rng_untouched():
         evaluate(small_model(6), data_config(image_folder, f"data.num_workers={num_workers}"))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_set_that_cannot_be_read_at_all_has_no_scores():
+    """All images skipped (data.on_error=skip): a line, not a division by zero."""
+    batch = torch.zeros(4, 3, 16, 16), torch.full((4,), trainer.PADDING)
+    with pytest.raises(schema.RunError, match="none of the validation images could be read"):
+        trainer.evaluate(small_model(6), [batch], lambda images: images, device=torch.device("cpu"))

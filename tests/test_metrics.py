@@ -4,7 +4,9 @@ import launch
 
 import io
 import json
+import logging
 import re
+import resource
 import sys
 import time
 
@@ -14,6 +16,7 @@ from conftest import TINY, column, read_metrics, session_of, tiny_config
 
 import schema
 from observability import metrics
+from runtime.run_folder import set_status, set_up_logging
 
 # Metrics and the console
 
@@ -151,3 +154,51 @@ def test_the_bar_on_a_terminal_has_an_eta(monkeypatch, tmp_path):
         shown[kind] = sys.stderr.getvalue()
     assert re.search(r"\r.* 4/6 \[\d\d:\d\d<\d\d:\d\d, .*loss=0\.5000", shown[Terminal])
     assert shown[io.StringIO] == ""
+
+
+def test_a_full_disk_ends_no_run(tmp_path, caplog):
+    """Told once a file; what is there stays JSON, line by line, and goes on when there is room."""
+    cfg = launch.load_config("L0_sanity", [*TINY, "data.path=unused", f"output_dir={tmp_path}"])
+    session, file = session_of(tmp_path), tmp_path / "metrics.jsonl"
+    logger = metrics.MetricLogger(cfg, session, start_step=0, total_steps=6, run_id="x")
+    logger.write(1, {"train/loss": 0.5})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # No file can be longer than this: the next write ends in the middle, as on a disk that is full by then.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10, limits[1]))
+    try:
+        for step in (2, 3):
+            logger.write(step, {"train/loss": 0.5})
+            set_status(session, "running", step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    logger.write(4, {"train/loss": 0.5})
+    set_status(session, "running", 4)
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 4]
+    assert json.loads((tmp_path / "status.json").read_text())["step"] == 4
+    for name in ("metrics.jsonl", "status.json"):
+        assert caplog.text.count(f"{name} cannot be written (") == 1
+    assert caplog.text.count("the run goes on without") == 2
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_log_that_takes_no_more_lines_is_told_once(tmp_path, capsys):
+    (tmp_path / "train.log").symlink_to("/dev/full")
+    root, before = logging.getLogger(), list(logging.getLogger().handlers)
+    set_up_logging(session_of(tmp_path))
+    try:
+        for step in range(3):
+            logging.getLogger("x").info("step %d", step)
+    finally:
+        for handler in [handler for handler in root.handlers if handler not in before]:
+            root.removeHandler(handler)
+    console = capsys.readouterr().err
+    assert console.count("train.log cannot be written: the run goes on without") == 1
+    assert "Traceback" not in console
+    assert "step 2" in console
+
+
+def test_a_broken_status_holds_up_no_run(tmp_path, caplog):
+    (tmp_path / "status.json").write_text("")
+    set_status(session_of(tmp_path), "running", 3)
+    assert json.loads((tmp_path / "status.json").read_text())["step"] == 3
+    assert "status.json is not JSON: passed over" in caplog.text

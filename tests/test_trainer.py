@@ -273,6 +273,10 @@ def test_a_fresh_start_sets_the_earlier_run_aside(runs):
     checkpoints = folder / "afresh/checkpoints"
     assert {p.name for p in checkpoints.glob("earlier_001/*")} >= {"step_00000001", "final_model"}
     assert_same(weights(folder, "afresh"), weights(folder, "straight-0"), atol=0)
+    # Its metrics went with it: they are of other steps of the same numbers.
+    earlier = (checkpoints / "earlier_001/metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line)["step"] for line in earlier} == {1}
+    assert (folder / "afresh/metrics.jsonl").read_text().count('"step": 1,') == 1
 
 
 @pytest.mark.parametrize("script", CPU_SCRIPTS)
