@@ -435,6 +435,9 @@ def _one_line(error: Exception) -> str:
             return f"{key}={first['input']!r}: too few values"
         if first["type"] == "missing":
             return f"{key} is missing: give it a value in the YAML or on the command line"
+        if first["type"] == "string_too_short":
+            fix = "give a folder" if key == "output_dir" else "give a value, or null"
+            return f"{key}= is empty (a shell variable that is not set?): {fix}"
         wanted = " or ".join(dict.fromkeys(e["msg"][0].lower() + e["msg"][1:] for e in same_key))
         return f"{key}={first['input']!r}: {wanted}"
     if isinstance(error, OverrideParseException):

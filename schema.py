@@ -39,6 +39,7 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 Size = PositiveInt | tuple[PositiveInt, PositiveInt]  # one number or [height, width]
 Range = tuple[PositiveFloat, PositiveFloat]
 Recompute = bool | Literal["selective"]
+Place = Annotated[str, Field(min_length=1)]  # a path or a name: an empty one would be the current folder, or the root
 Channels = Annotated[tuple[float, ...], Field(min_length=1)]  # one value for all channels, or one a channel
 PositiveChannels = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
 
@@ -521,7 +522,7 @@ class DataConfig:
 
     source: Literal["folder", "webdataset", "synthetic"]
     """folder (train/<class>/<image>) | webdataset (train/*.tar) | synthetic (noise)."""
-    path: str | None
+    path: Place | None
     """Folder that holds train/ and val/, given on the command line: data.path=/data/imagenet; with source webdataset
     also s3://bucket/prefix; null with source synthetic only."""
     image_size: Size
@@ -551,7 +552,7 @@ class DataConfig:
     """With on_error skip: unreadable images a rank leaves out before it stops all the same."""
     shard_streams: PositiveInt
     """With source webdataset: places of the shards that are read at the same time, in turn."""
-    cache_dir: str | None
+    cache_dir: Place | None
     """With a path in a bucket: folder of each machine, not shared by several, that keeps what was read; null = one in
     TMPDIR."""
     cache_gb: PositiveFloat
@@ -786,7 +787,7 @@ class DistillationConfig:
 
     kind: Literal["none", "hard", "soft"]
     """none | hard (the class that the teacher answers is a second label) | soft (all of its probabilities are)."""
-    teacher: str | None
+    teacher: Place | None
     """Model to learn from: a final_model or checkpoint folder, timm's folder, timm:<model name>, hf-hub:<owner>/<name>;
     null with kind none."""
     alpha: Fraction
@@ -840,9 +841,9 @@ class EvaluationConfig:
 class CheckpointConfig:
     """Where and when to save, and what to go on from."""
 
-    ckpt_dir: str | None
+    ckpt_dir: Place | None
     """Folder of the checkpoints, which all nodes share, or s3://bucket/prefix; null = no checkpoints."""
-    local_dir: str | None
+    local_dir: Place | None
     """With ckpt_dir or init_from in a bucket: the folder on each node for what its ranks write and read there; null =
     <output_dir>/checkpoints. It needs room for a node's parts of two checkpoints, on rank 0's node for a whole one and
     final_model."""
@@ -853,7 +854,7 @@ class CheckpointConfig:
     """Epochs between checkpoints, rounded down to steps; null = as save_every_n_steps says."""
     resume_from_checkpoint: bool
     """Go on from the newest complete checkpoint in ckpt_dir, if there is one."""
-    init_from: str | None
+    init_from: Place | None
     """Weights to start a new run from: a checkpoint folder, a .pt, .safetensors or .npz file, a timm or Hugging Face
     folder, timm:<model name>, <owner>/<name> on the Hugging Face hub, a checkpoint or final_model of ours in a bucket;
     null = random ones. A checkpoint in ckpt_dir goes first."""
@@ -1097,7 +1098,7 @@ class Config:
     inside of each MLP, about a tenth more | false = nothing."""
     max_grad_norm: PositiveFloat | None
     """Bound of the gradients' global norm, which is logged all the same; null = no clipping."""
-    output_dir: str
+    output_dir: Place
     """The run's folder, the same on every rank."""
     model: ModelConfig
     """The network: arguments of vit.VisionTransformer, from a file in config/model/."""

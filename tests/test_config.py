@@ -236,6 +236,14 @@ REFUSED = {
     "zero deviation": ("data.std=[0]", "data.std", "0", "greater than 0"),
     "no path": ("data=imagenet data.mean=[0] data.std=[1]", "data.path", "missing", "data.path=..."),
     "null path": ("data.path=null", "data.path=null", "train/ and val/"),
+    "empty output folder": ("output_dir=", "output_dir= is empty", "give a folder"),
+    **{
+        f"empty {key}": (f"{key}=", f"{key}= is empty", "give a value, or null")
+        for key in (
+            *("data.path", "data.cache_dir", "distillation.teacher"),
+            *("checkpoint.ckpt_dir", "checkpoint.local_dir", "checkpoint.init_from"),
+        )
+    },
     "min_lr": ("lr_scheduler.min_lr=1", "lr_scheduler.min_lr=1", "optimizer.lr=0.002", "lower"),
     "min_lr of a constant": (
         "lr_scheduler.name=constant lr_scheduler.min_lr=1e-5",
