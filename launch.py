@@ -457,6 +457,11 @@ def _did_you_mean(key: str) -> str:
     return f": did you mean {close[0]}?" if close else ": no such key in config/defaults.yaml"
 
 
+def _files(folder: str = "") -> list[str]:
+    """The names that a command line has for the files of config/<folder>."""
+    return sorted(file.stem for file in (CONFIG_DIR / folder).glob("*.yaml") if file.stem != "defaults")
+
+
 def _to_config(raw: Any) -> Config:
     from omegaconf import OmegaConf
     from pydantic import TypeAdapter
@@ -499,7 +504,7 @@ def typed_values(overrides: list[str]) -> dict[str, Any]:
     """Key -> value of what a command line gives, but for the choice of a file in config/model/ or config/data/.
 
     Raises:
-        ConfigError: it takes a key away.
+        ConfigError: it takes a key away, or chooses by a value that is no name.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -510,6 +515,8 @@ def typed_values(overrides: list[str]) -> dict[str, Any]:
                 f"{key} is missing: ~{key} on the command line takes it away, and every key needs a value; give "
                 f"{key}=... instead"
             )
+        if (key := override.key_or_group) in GROUPS and not isinstance(override.value(), str | list | dict):
+            raise ConfigError(f"{override.input_line}: give a file of config/{key}/, one of {', '.join(_files(key))}")
     return {o.key_or_group: o.value() for o in parsed if not (o.key_or_group in GROUPS and isinstance(o.value(), str))}
 
 
@@ -594,13 +601,14 @@ def compose(script: str, arguments: list[str]) -> tuple[Config, list[str]]:
     """
     import hydra
 
-    complaints, composed = _complaints(), []
+    complaints, composed, is_read = _complaints(), [], []
 
     if {"-m", "--multirun"} & set(arguments):
         raise ConfigError("--multirun would train run after run under one torchrun: start one command a run")
 
     @hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="L0_sanity")
     def keep(raw: Any) -> None:
+        is_read.append(True)
         composed.append(_to_config(raw))
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing several lines and exiting
@@ -611,7 +619,14 @@ def compose(script: str, arguments: list[str]) -> tuple[Config, list[str]]:
         ours = ["hydra/job_logging=none", "hydra/hydra_logging=none", f"hydra.job.name={script}"]
         sys.argv[1:] = [*flags, *_with_timms(overrides), *_other_lengths(typed), *ours]
         with contextlib.redirect_stderr(complaint):
-            keep()
+            try:
+                keep()
+            except complaints:
+                raise
+            except ValueError as error:  # Hydra's, of flags that do not go together, unless it is one of ours
+                if is_read:
+                    raise
+                raise ConfigError(f"{' '.join(flags)}: {' '.join(str(error).split())}") from error
     except complaints as error:
         raise ConfigError(_one_line(error)) from error
     except SystemExit as error:  # argparse: an unknown flag

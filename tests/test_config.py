@@ -179,6 +179,8 @@ REFUSED = {
     "deleted section": ("~ema", "ema is missing: ~ema", "give ema=... instead"),
     "deleted size": ("~model.img_size", "model.img_size is missing: ~model.img_size"),
     "group option": ("model=vit_smal", "model/vit_smal", "vit_small_patch16_224"),
+    "no group option": ("model=null", "model=null: give a file of config/model/", "vit_base_patch16_224"),
+    "number for a group option": ("data=3", "data=3: give a file of config/data/", "synthetic"),
     "data option": ("data=cifar", "data/cifar", "synthetic"),
     # Wrong types and values out of range.
     "text for a number": ("optimizer.lr=fast", "optimizer.lr='fast'", "valid number"),
