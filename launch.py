@@ -35,6 +35,15 @@ from runtime import console, preemption
 PROJECT_DIR = Path(__file__).resolve().parent
 CONFIG_DIR = PROJECT_DIR / "config"
 GROUPS = ("model", "data")  # the parts of a config that are files to choose from
+CONFIG_NAME_FLAGS = ("--config-name", "-cn")
+# Hydra's flags that take a value -> one for an example.
+FLAGS_WITH_VALUE = {
+    **dict.fromkeys(CONFIG_NAME_FLAGS, "vit_base_patch16_224"),
+    **dict.fromkeys(("--config-path", "-cp", "--config-dir", "-cd"), "/my/configs"),
+    **dict.fromkeys(("--cfg", "-c"), "job"),
+    **dict.fromkeys(("--package", "-p"), "optimizer"),
+    "--experimental-rerun": "config.pickle",
+}
 
 
 def exit_with(message: str, *, rank_variable: str | None = "RANK", code: int = 2) -> NoReturn:
@@ -391,7 +400,7 @@ def check_demo(arguments: list[str]) -> str | None:
     """A sentence for a model that is chosen without a config for it: the rest is then the demo's."""
     flags, overrides = _flags_and_overrides(arguments)
     chosen = [override for override in overrides if override.startswith("model=") and override != "model=micro"]
-    if not chosen or any(flag.split("=")[0] in ("--config-name", "-cn") for flag in flags):
+    if not chosen or any(flag.split("=")[0] in CONFIG_NAME_FLAGS for flag in flags):
         return None
     return (
         f"{chosen[-1]} without --config-name: all else is that of L0_sanity, the demo (its images, learning rate and "
@@ -447,6 +456,10 @@ def _one_line(error: Exception) -> str:
     text = " ".join(line.strip() for line in str(error).split("Config search path")[0].splitlines() if line.strip())
     if match := re.search(r"Missing mandatory value: .*full_key: (\S+)", text):
         return f"{match[1]} is missing: give it on the command line, {match[1]}=..."
+    if match := re.search(r"Cannot find primary config '([^']*)'", text):
+        close = difflib.get_close_matches(Path(match[1]).stem, _files(), n=1)
+        advice = f"did you mean {close[0]}?" if close else "see config/, or give --config-dir for a folder of your own"
+        return f"there is no config {match[1]}: {advice}"
     if match := re.search(r"Could not override '([^']+)'", text):
         return f"unknown key {match[1]}{_did_you_mean(match[1])}"
     return text
@@ -555,7 +568,7 @@ def load_config(config_name: str = "L0_sanity", overrides: list[str] | None = No
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    complaints, overrides = _complaints(), overrides or []
+    complaints, overrides, config_name = _complaints(), overrides or [], config_name.removesuffix(".yaml")
     try:
         extra = _other_lengths(typed_values(overrides))
         overrides = [*_with_timms(overrides), *extra, f"hydra.job.name={script}"]
@@ -572,10 +585,12 @@ def load_config(config_name: str = "L0_sanity", overrides: list[str] | None = No
 def _flags_and_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Hydra's flags with their values, and the overrides; either may come first on the command line.
 
-    argparse takes overrides in one row only: with ours at the end, flags after the user's would split them.
+    argparse takes overrides in one row only: with ours at the end, flags after the user's would split them. And it
+    would take the first of them for the value of a flag that has none.
+
+    Raises:
+        ConfigError: a flag has no value.
     """
-    takes_a_value = {"--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--cfg", "-c"}
-    takes_a_value |= {"--package", "-p", "--experimental-rerun"}
     flags, overrides, rest = [], [], list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -583,10 +598,15 @@ def _flags_and_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
             overrides.append(argument)
             continue
         flags.append(argument)
-        if (argument in takes_a_value and rest) or (
-            argument in ("--info", "-i") and rest and not rest[0].startswith("-") and "=" not in rest[0]
-        ):
+        has_word = bool(rest) and not rest[0].startswith("-")
+        if argument in FLAGS_WITH_VALUE:
+            if not has_word:
+                raise ConfigError(f"{argument} needs a value, as {argument} {FLAGS_WITH_VALUE[argument]}")
             flags.append(rest.pop(0))
+        elif argument in ("--info", "-i"):
+            flags.append(rest.pop(0) if has_word and "=" not in rest[0] else "all")  # what it stands for alone
+        if argument.split("=")[0] in CONFIG_NAME_FLAGS:  # Hydra takes either, but names the run's folder by it
+            flags[-1] = flags[-1].removesuffix(".yaml")
     return flags, overrides
 
 

@@ -319,7 +319,15 @@ def run_launch(monkeypatch, tmp_path, capsys):
     ("arguments", "fragments"),
     [
         (["optimzer.lr=1"], ["optimzer.lr", "optimizer.lr"]),
-        (["--config-name", "nope"], ["nope"]),
+        (["--config-name", "nope"], ["there is no config nope: see config/", "--config-dir"]),
+        (
+            ["--config-name", "vit_base_patch16"],
+            ["there is no config vit_base_patch16: did you mean vit_base_patch16_224?"],
+        ),
+        (["--config-name=config/deit_b16.yaml"], ["config/deit_b16: did you mean deit_b16?"]),
+        (["seed=1", "--config-name"], ["--config-name needs a value, as --config-name vit_base_patch16_224"]),
+        (["-cn", "--cfg", "job"], ["-cn needs a value"]),
+        (["--cfg"], ["--cfg needs a value, as --cfg job"]),
         (["--config-name", "vit_base_patch16_224"], ["data.path", "missing"]),
         (["seed=1,2"], ["seed"]),
         (["data.path=nowhere"], ["data.path=nowhere", "nowhere/train"]),
@@ -442,6 +450,25 @@ def test_a_home_folder_that_does_not_exist_is_no_folder_called_tilde(run_launch,
     code, err = run_launch("--config-dir", str(tmp_path), "--config-name", "mine")
     assert code == 2
     assert err.startswith("error: checkpoint.ckpt_dir=~/runs: there is no such home folder (HOME is not set)")
+
+
+@pytest.mark.parametrize("flag", [["--config-name", "L0_sanity.yaml"], ["-cn=L0_sanity.yaml"]])
+def test_a_config_is_named_with_or_without_its_suffix(monkeypatch, flag):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr("sys.argv", ["train_ddp.py"])
+    cfg, _ = launch.compose("train_ddp", flag)
+    assert cfg.output_dir == "runs/L0_sanity-train_ddp"
+    assert launch.load_config("L0_sanity.yaml", script="train_ddp") == cfg
+
+
+@pytest.mark.parametrize("arguments", [["--info"], ["--info", "seed=1"], ["seed=1", "-i"]])
+def test_info_needs_no_value(monkeypatch, capsys, arguments):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr("sys.argv", ["train_ddp.py"])
+    with pytest.raises(SystemExit) as caught:
+        launch.compose("train_ddp", arguments)
+    assert caught.value.code == 0
+    assert "Config search path" in capsys.readouterr().out
 
 
 LENGTHS = {  # typed -> the lengths that the run has, of L0_sanity's or of cifar10_vit's
