@@ -152,6 +152,7 @@ from schema import (  # noqa: E402  (after the versions' check)
     split_batch,
     to_plain,
 )
+from schema import typed as as_typed  # noqa: E402
 
 
 def check_script(cfg: Config, script: str, world_size: int) -> None:
@@ -167,7 +168,7 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
 
     for key, is_on, package in (
         (f"wandb.mode={cfg.wandb.mode}", cfg.wandb.mode != "disabled", "wandb"),
-        (f"tensorboard.enabled={str(cfg.tensorboard.enabled).lower()}", cfg.tensorboard.enabled, "tensorboard"),
+        (f"tensorboard.enabled={as_typed(cfg.tensorboard.enabled)}", cfg.tensorboard.enabled, "tensorboard"),
     ):
         if is_on and not _is_importable(package):
             switch = key.split("=")[0] + ("=disabled" if package == "wandb" else "=false")
@@ -207,8 +208,7 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
             ("fsdp2.cpu_offload", script == "train_fsdp2" and cfg.fsdp2.cpu_offload),
         ):
             if lacks:
-                value = lacks if isinstance(lacks, str) else "true"
-                raise ConfigError(f"cuda_graphs=true records no {key}={value}: set one of them to false")
+                raise ConfigError(f"cuda_graphs=true records no {key}={as_typed(lacks)}: set one of them to false")
         if not torch.cuda.is_available():
             raise ConfigError("cuda_graphs=true needs a CUDA GPU: set it to false here")
     axes = cfg.distributed
@@ -219,7 +219,7 @@ def check_script(cfg: Config, script: str, world_size: int) -> None:
         key, value = ("dp_outer", axes.dp_outer) if axes.dp_outer else ("dp_shard", axes.dp_shard)
         raise ConfigError(f"distributed.{key}={value}: DDP does not shard; set it to null or use train_fsdp2.py")
     if outer * shard * tp != world_size:
-        product = f"distributed.dp_outer={outer} x distributed.dp_shard={axes.dp_shard}"
+        product = f"distributed.dp_outer={outer} x distributed.dp_shard={as_typed(axes.dp_shard)}"
         product += f" x distributed.tp={tp}" if tp > 1 else ""
         leave = ", or leave distributed.dp_shard null" if axes.dp_shard else ""
         raise ConfigError(f"{product} is not the world size of {world_size}: give axes whose product it is{leave}")
@@ -295,8 +295,7 @@ def _refuse_later_options(cfg: Config, where: str) -> None:
         ConfigError: naming the option; `where` says what refuses it, and the fix.
     """
     for key in cfg.model.later_options():
-        value = json.dumps(getattr(cfg.model, key)).strip('"')
-        raise ConfigError(f"model.{key}={value} {where}")
+        raise ConfigError(f"model.{key}={as_typed(getattr(cfg.model, key))} {where}")
 
 
 def _check_tensor_parallel(cfg: Config, script: str) -> None:
@@ -388,7 +387,7 @@ def check_options(cfg: Config, script: str, typed: list[str]) -> str | None:
         if where is None or asks_for_nothing or value == standard.get(key):
             continue
         why, fix = idle[where]
-        shown = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        shown = f"{key}={as_typed(value)}"
         if any(f"{key}.".startswith(f"{given}.") for given in typed):
             raise ConfigError(f"{shown} does nothing {why}: leave it out, or {fix}")
         passed_over.setdefault(why, []).append(shown)
@@ -439,16 +438,22 @@ def _one_line(error: Exception) -> str:
         same_key = [e for e in error.errors() if e["loc"][: key.count(".") + 1] == first["loc"][: key.count(".") + 1]]
         if first["type"] == "unexpected_keyword_argument":
             key = ".".join(str(part) for part in first["loc"])
-            return f"unknown key {key}={first['input']!r}{_did_you_mean(key)}"
+            return f"unknown key {key}={_shown(first['input'])}{_did_you_mean(key)}"
         if first["type"] == "missing" and key != ".".join(str(part) for part in first["loc"]):
-            return f"{key}={first['input']!r}: too few values"
+            lacks = f"{name} is missing" if isinstance(name := first["loc"][-1], str) else "too few values"
+            return f"{key}={_shown(first['input'])}: {lacks}"
         if first["type"] == "missing":
             return f"{key} is missing: give it a value in the YAML or on the command line"
         if first["type"] == "string_too_short":
             fix = "give a folder" if key == "output_dir" else "give a value, or null"
             return f"{key}= is empty (a shell variable that is not set?): {fix}"
-        wanted = " or ".join(dict.fromkeys(e["msg"][0].lower() + e["msg"][1:] for e in same_key))
-        return f"{key}={first['input']!r}: {wanted}"
+        # Of [0], whose one value is refused, pydantic says that it is too short, too, "after validation".
+        told = [
+            e for e in same_key if e["type"] != "too_short" or len(e["input"]) < e.get("ctx", {}).get("min_length", 0)
+        ]
+        wanted = " or ".join(dict.fromkeys(e["msg"][0].lower() + e["msg"][1:] for e in told))
+        wanted = wanted.replace("tuple should", "list should").replace(" after validation", "")
+        return f"{key}={_shown(first['input'])}: {wanted}"
     if isinstance(error, OverrideParseException):
         key, _, value = str(error.override).partition("=")
         advice = f"""; a value with = ( ) [ ] {{ }} # , or spaces wants quotes of its own: '{key}="{value}"'"""
@@ -460,9 +465,16 @@ def _one_line(error: Exception) -> str:
         close = difflib.get_close_matches(Path(match[1]).stem, _files(), n=1)
         advice = f"did you mean {close[0]}?" if close else "see config/, or give --config-dir for a folder of your own"
         return f"there is no config {match[1]}: {advice}"
+    if match := re.search(r"use \+(wandb\.init_args\..*)", str(error)):  # a mapping of anything
+        return f"{match[1]}: the config has no such argument yet; add it with a plus, +{match[1]}"
     if match := re.search(r"Could not override '([^']+)'", text):
         return f"unknown key {match[1]}{_did_you_mean(match[1])}"
     return text
+
+
+def _shown(value: Any) -> str:
+    """A value as a command line has it, but text in quotes ('4' is no number), and nan and inf."""
+    return repr(value) if isinstance(value, str | float) else as_typed(value).replace('"', "")
 
 
 def _did_you_mean(key: str) -> str:

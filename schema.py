@@ -102,7 +102,7 @@ TE_OPTIONS += ("attn_type", "rope_type", "pos_embed", *ROPE_ONLY, *EVA_ONLY)
 
 def typed(value: Any) -> str:
     """A value as a command line has it."""
-    return json.dumps(value).strip('"')
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -383,10 +383,11 @@ class ModelConfig:
             )
 
     def __post_init__(self) -> None:
+        img_size, patch_size = typed(self.img_size), typed(self.patch_size)
         for side, patch in zip(pair(self.img_size), pair(self.patch_size), strict=True):
             if side % patch:
                 raise ConfigError(
-                    f"model.img_size={self.img_size} is not a multiple of model.patch_size={self.patch_size}: "
+                    f"model.img_size={img_size} is not a multiple of model.patch_size={patch_size}: "
                     f"instead of {side} use {side // patch * patch or patch} or {(side // patch + 1) * patch}"
                 )
         if self.embed_dim % self.num_heads:
@@ -413,7 +414,7 @@ class ModelConfig:
         ):
             if is_used and self.implementation != "ours":
                 raise ConfigError(
-                    f"model.{key}={json.dumps(getattr(self, key))} with model.implementation={self.implementation}, "
+                    f"model.{key}={typed(getattr(self, key))} with model.implementation={self.implementation}, "
                     "which has no such thing: set model.implementation=ours"
                 )
 
@@ -431,7 +432,7 @@ class ModelConfig:
             ("transformer_engine", not self.transformer_engine, "false", "not seen to work"),
         ):
             if not is_so:
-                value = json.dumps(getattr(self, key)).strip('"')
+                value = typed(getattr(self, key))
                 raise ConfigError(f"model.{key}={value} with model.distilled=true ({why}): set model.{key}={wanted}")
 
 
@@ -620,14 +621,13 @@ class DataConfig:
             ("color_jitter", len(self.color_jitter or ()) == 4, "give three numbers, without hue"),
         ):
             if self.resident and refused:
-                value = getattr(self, key)
-                value = list(value) if isinstance(value, tuple) else value
+                value = typed(getattr(self, key))
                 raise ConfigError(f"data.{key}={value} with data.resident=true: {fix}, or set data.resident=false")
         for key in ("vflip", "auto_augment", "color_jitter", "random_erasing"):
             if self.decoder == "nvjpeg" and (value := getattr(self, key)):
                 raise ConfigError(
-                    f"data.{key}={value} with data.decoder=nvjpeg, which crops and flips from left to right only: "
-                    "use data.decoder=torchvision"
+                    f"data.{key}={typed(value)} with data.decoder=nvjpeg, which crops and flips from left to right "
+                    "only: use data.decoder=torchvision"
                 )
         for key, values in (("mean", self.mean), ("std", self.std)):
             if not all(0 <= value <= 1 for value in values):
@@ -678,9 +678,9 @@ class OptimizerConfig:
             if value is None and key in takes:
                 raise ConfigError(f"optimizer.{key}=null, but optimizer.name={self.name} needs a value: give one")
             if value is not None and key not in takes:
-                value = list(value) if isinstance(value, tuple) else value
                 raise ConfigError(
-                    f"optimizer.{key}={value}: optimizer.name={self.name} takes {' and '.join(takes)}; set it to null"
+                    f"optimizer.{key}={typed(value)}: optimizer.name={self.name} takes {' and '.join(takes)}; set it "
+                    "to null"
                 )
         if self.state_dtype == "bf16":
             self._check_bf16_state()
@@ -730,9 +730,10 @@ class LrSchedulerConfig:
     def __post_init__(self) -> None:
         name = f"lr_scheduler.name={self.name}"
         if (self.num_warmup_steps is None) == (self.num_warmup_epochs is None):
-            given = f"num_warmup_steps={self.num_warmup_steps} lr_scheduler.num_warmup_epochs={self.num_warmup_epochs}"
             raise ConfigError(
-                f"lr_scheduler.{given}".replace("None", "null") + ": give exactly one of them and set the other to null"
+                f"lr_scheduler.num_warmup_steps={typed(self.num_warmup_steps)} "
+                f"lr_scheduler.num_warmup_epochs={typed(self.num_warmup_epochs)}: give exactly one of them and set the "
+                "other to null"
             )
         if self.warmup_start_lr and self.num_warmup_steps == 0:
             raise ConfigError(
@@ -1139,11 +1140,11 @@ class Config:
 
     def __post_init__(self) -> None:
         if (self.num_train_steps is None) == (self.num_epochs is None):
-            given = f"num_train_steps={self.num_train_steps} num_epochs={self.num_epochs}"
+            given = f"num_train_steps={typed(self.num_train_steps)} num_epochs={typed(self.num_epochs)}"
             raise ConfigError(f"{given}: give exactly one of them and set the other to null")
         if pair(self.data.image_size) != pair(self.model.img_size):
             raise ConfigError(
-                f"data.image_size={self.data.image_size} is not model.img_size={self.model.img_size}: "
+                f"data.image_size={typed(self.data.image_size)} is not model.img_size={typed(self.model.img_size)}: "
                 "set model.img_size only, the data follow it"
             )
         if self.global_batch_size % self.data.repeated_augmentation:
@@ -1177,7 +1178,7 @@ class Config:
             )
         if self.activation_checkpointing and self.model.freeze == "backbone":
             raise ConfigError(
-                f"activation_checkpointing={json.dumps(self.activation_checkpointing)} with model.freeze=backbone: the "
+                f"activation_checkpointing={typed(self.activation_checkpointing)} with model.freeze=backbone: the "
                 "blocks have no backward pass; set activation_checkpointing=false"
             )
         if self.activation_checkpointing == "selective" and self.model.num_branches() != 2:
@@ -1511,7 +1512,7 @@ def idle_keys(cfg: Config, script: str) -> dict[str, tuple[str, str]]:
     if model.rel_pos_type is None:
         idle("model", "shared_rel_pos", "with model.rel_pos_type=null", "give model.rel_pos_type")
     if model.rope_type != "cat":
-        idle("model", "ref_feat_shape", f"with model.rope_type={model.rope_type}", "use model.rope_type=cat")
+        idle("model", "ref_feat_shape", f"with model.rope_type={typed(model.rope_type)}", "use model.rope_type=cat")
     if model.rope_type == "mixed":
         idle("model", "rope_grid_offset", "with model.rope_type=mixed", "use model.rope_type=cat")
     if model.global_pool != "map":
@@ -1536,7 +1537,7 @@ def idle_keys(cfg: Config, script: str) -> dict[str, tuple[str, str]]:
     if cfg.data.source != "webdataset":
         idle("data", "shard_streams", source, "use data.source=webdataset")
     if not str(cfg.data.path).startswith("s3://"):
-        why = f"with data.path={cfg.data.path}"
+        why = f"with data.path={typed(cfg.data.path)}"
         idle("data", "cache_dir cache_gb", why, "give a data.path in a bucket, s3://bucket/prefix")
     if cfg.data.num_workers == 0:
         idle("data", "worker_timeout_s", "with data.num_workers=0", "set data.num_workers=1")

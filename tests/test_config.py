@@ -188,11 +188,11 @@ REFUSED = {
     "zero lr": ("optimizer.lr=0", "optimizer.lr=0", "greater than 0"),
     "nan": ("optimizer.lr=nan", "optimizer.lr=nan", "finite"),
     "inf": ("max_grad_norm=inf", "max_grad_norm=inf", "finite"),
-    "null": ("seed=null", "seed=", "valid integer"),
+    "null": ("seed=null", "seed=null: ", "valid integer"),
     "fraction for an integer": ("seed=1.5", "seed=1.5", "valid integer"),
     "float for an integer": ("num_train_steps=1e3", "num_train_steps=1000.0", "valid integer"),
     "number as text": ("'model.depth=\"4\"'", "model.depth='4'", "valid integer"),
-    "bool for an integer": ("model.depth=true", "model.depth=True", "valid integer"),
+    "bool for an integer": ("model.depth=true", "model.depth=true", "valid integer"),
     "integer for a bool": ("compile=1", "compile=1", "valid boolean"),
     "negative seed": ("seed=-1", "seed=-1", "greater than or equal to 0"),
     "zero steps": ("num_train_steps=0", "num_train_steps=0", "greater than 0"),
@@ -217,11 +217,11 @@ REFUSED = {
     # Contradictions.
     "heads": ("model.num_heads=5", "model.num_heads=5", "model.embed_dim=96", "3"),
     "image and patch": ("model.img_size=30", "model.img_size=30", "model.patch_size=4", "28 or 32"),
-    "one side and patch": ("model.img_size=[28,30]", "model.img_size=", "30", "model.patch_size=4"),
+    "one side and patch": ("model.img_size=[28,30]", "model.img_size=[28, 30]", "model.patch_size=4"),
     "patch": ("model.patch_size=5", "model.img_size=28", "model.patch_size=5", "25 or 30"),
     "two image sizes": ("data.image_size=32", "data.image_size=32", "model.img_size=28", "set model.img_size only"),
     "both lengths": ("num_epochs=3", "num_epochs=3", "num_train_steps=666", "exactly one", "null"),
-    "no length": ("num_train_steps=null", "num_train_steps=", "num_epochs=", "exactly one"),
+    "no length": ("num_train_steps=null", "num_train_steps=null num_epochs=null: give exactly one"),
     "attention that is always fused": (
         "model.transformer_engine=true model.act_layer=gelu_tanh precision=bf16 model.fused_attn=false",
         "model.fused_attn=false",
@@ -235,7 +235,15 @@ REFUSED = {
     "deviations of bytes": ("data.std=[90]", "data.std=[90.0]", "0..1", "0..255", "data.std=[0.3529]"),
     "negative mean": ("data.mean=[-0.5]", "data.mean=[-0.5]", "0..1", "mend them"),
     "no means": ("data.mean=[]", "data.mean=[]", "at least 1"),
-    "zero deviation": ("data.std=[0]", "data.std", "0", "greater than 0"),
+    "zero deviation": ("data.std=[0]", "data.std=0: input should be greater than 0\n"),
+    "null among means": ("data.mean=[null]", "data.mean=null: input should be a valid number\n"),
+    "two jitters": ("data.color_jitter=[1,2]", "list should have at least 3 items, not 2\n"),
+    "size without pixels": ("data.size_schedule=[{epoch:1}]", "data.size_schedule={epoch: 1}: img_size is missing"),
+    "wandb's argument": (
+        "wandb.mode=offline wandb.init_args.notes=x",
+        "wandb.init_args.notes=x: the config has no such argument yet",
+        "+wandb.init_args.notes=x",
+    ),
     "no path": ("data=imagenet data.mean=[0] data.std=[1]", "data.path", "missing", "data.path=..."),
     "null path": ("data.path=null", "data.path=null", "train/ and val/"),
     "empty output folder": ("output_dir=", "output_dir= is empty", "give a folder"),
@@ -272,7 +280,7 @@ REFUSED = {
     "recomputation": ("activation_checkpointing=full", "activation_checkpointing='full'", "boolean", "'selective'"),
     "recomputation of what is frozen": (
         "activation_checkpointing=selective model.freeze=backbone",
-        'activation_checkpointing="selective"',
+        "activation_checkpointing=selective",
         "model.freeze=backbone",
         "activation_checkpointing=false",
     ),
@@ -500,7 +508,8 @@ def test_mistake_is_one_line_with_key_value_and_fix(case):
     overrides, *fragments = REFUSED[case]
     text = error_of(small, *shlex.split(overrides))
     for fragment in fragments:
-        assert fragment in text
+        assert fragment in f"{text}\n"  # which a fragment may end with
+    assert not re.search(r"\b(None|True|False)\b", text)  # but null, true and false, as they are typed
     assert "pydantic" not in text
     assert "Traceback" not in text
 

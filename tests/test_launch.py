@@ -83,7 +83,7 @@ def test_axes_that_are_not_the_world_are_refused(monkeypatch, script, dp_outer, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     text = error_of(launch.check_script, axes(dp_outer=dp_outer, dp_shard=dp_shard), script, world_size)
     assert f"distributed.dp_outer={dp_outer or 1}" in text
-    assert f"distributed.dp_shard={dp_shard}" in text
+    assert f"distributed.dp_shard={dp_shard or 'null'}" in text
     assert f"world size of {world_size}" in text
 
 
