@@ -146,6 +146,7 @@ from schema import (  # noqa: E402  (after the versions' check)
     NodeLeftError,
     RankError,
     RunError,
+    SizeChange,
     idle_keys,
     known_keys,
     leaves,
@@ -436,6 +437,8 @@ def _one_line(error: Exception) -> str:
         key = ".".join(str(part) for part in first["loc"])
         key = next((known for known in sorted(known_keys(), key=len, reverse=True) if key.startswith(known)), key)
         same_key = [e for e in error.errors() if e["loc"][: key.count(".") + 1] == first["loc"][: key.count(".") + 1]]
+        if first["type"] == "unexpected_keyword_argument" and key == "data.size_schedule":
+            return f"{key}: an entry has no {first['loc'][-1]}; it has {', '.join(known_keys(SizeChange))}"
         if first["type"] == "unexpected_keyword_argument":
             key = ".".join(str(part) for part in first["loc"])
             return f"unknown key {key}={_shown(first['input'])}{_did_you_mean(key)}"
@@ -464,7 +467,7 @@ def _one_line(error: Exception) -> str:
     if match := re.search(r"Cannot find primary config '([^']*)'", text):
         close = difflib.get_close_matches(Path(match[1]).stem, _files(), n=1)
         advice = f"did you mean {close[0]}?" if close else "see config/, or give --config-dir for a folder of your own"
-        return f"there is no config {match[1]}: {advice}"
+        return f"there is no config {match[1]!r}: {advice}"
     if match := re.search(r"use \+(wandb\.init_args\..*)", str(error)):  # a mapping of anything
         return f"{match[1]}: the config has no such argument yet; add it with a plus, +{match[1]}"
     if match := re.search(r"Could not override '([^']+)'", text):
@@ -655,10 +658,10 @@ def compose(script: str, arguments: list[str]) -> tuple[Config, list[str]]:
                 keep()
             except complaints:
                 raise
-            except ValueError as error:  # Hydra's, of flags that do not go together, unless it is one of ours
+            except ValueError as error:  # Hydra's, of words that do not go together, unless it is one of ours
                 if is_read:
                     raise
-                raise ConfigError(f"{' '.join(flags)}: {' '.join(str(error).split())}") from error
+                raise ConfigError(f"{' '.join([*flags, *overrides])}: {' '.join(str(error).split())}") from error
     except complaints as error:
         raise ConfigError(_one_line(error)) from error
     except SystemExit as error:  # argparse: an unknown flag

@@ -239,6 +239,10 @@ REFUSED = {
     "null among means": ("data.mean=[null]", "data.mean=null: input should be a valid number\n"),
     "two jitters": ("data.color_jitter=[1,2]", "list should have at least 3 items, not 2\n"),
     "size without pixels": ("data.size_schedule=[{epoch:1}]", "data.size_schedule={epoch: 1}: img_size is missing"),
+    "typo in an entry": (
+        "data.size_schedule=[{epoch:1,img_size:24,rate:1}]",
+        "data.size_schedule: an entry has no rate; it has epoch, img_size, global_batch_size, lr, num_warmup_epochs",
+    ),
     "wandb's argument": (
         "wandb.mode=offline wandb.init_args.notes=x",
         "wandb.init_args.notes=x: the config has no such argument yet",

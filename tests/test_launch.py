@@ -319,12 +319,12 @@ def run_launch(monkeypatch, tmp_path, capsys):
     ("arguments", "fragments"),
     [
         (["optimzer.lr=1"], ["optimzer.lr", "optimizer.lr"]),
-        (["--config-name", "nope"], ["there is no config nope: see config/", "--config-dir"]),
+        (["--config-name", "nope"], ["there is no config 'nope': see config/", "--config-dir"]),
         (
             ["--config-name", "vit_base_patch16"],
-            ["there is no config vit_base_patch16: did you mean vit_base_patch16_224?"],
+            ["there is no config 'vit_base_patch16': did you mean vit_base_patch16_224?"],
         ),
-        (["--config-name=config/deit_b16.yaml"], ["config/deit_b16: did you mean deit_b16?"]),
+        (["--config-name=config/deit_b16.yaml"], ["config/deit_b16': did you mean deit_b16?"]),
         (["seed=1", "--config-name"], ["--config-name needs a value, as --config-name vit_base_patch16_224"]),
         (["-cn", "--cfg", "job"], ["-cn needs a value"]),
         (["--cfg"], ["--cfg needs a value, as --cfg job"]),
@@ -338,6 +338,7 @@ def run_launch(monkeypatch, tmp_path, capsys):
         (["--multirun", "seed=1,2"], ["--multirun", "one command a run"]),
         (["model=null"], ["model=null: give a file of config/model/", "vit_base_patch16_224"]),
         (["data=3"], ["data=3: give a file of config/data/", "imagenet"]),
+        (["hydra/job_logging=3"], ["hydra/job_logging=3: ", "must be a string"]),
         (["--resolve"], ["--resolve: ", "--cfg"]),
         (["--shell-completion"], ["--shell-completion: ", "'install'"]),
         (["ema.use_warmup=true"], ["ema.use_warmup=true does nothing", "ema.decay=null"]),
