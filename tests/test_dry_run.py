@@ -188,7 +188,7 @@ def test_any_recipe(overrides):
         ),
         (
             ["train_fsdp2", "--ranks", "1024", "distributed.dp_outer=3", "global_batch_size=1024"],
-            "distributed.dp_outer=3 x distributed.dp_shard=None is not the world size of 1024",
+            "distributed.dp_outer=3 x distributed.dp_shard=null is not the world size of 1024",
         ),
         (["train_ddp", "--ranks", "8", "data.path=/nowhere", "global_batch_size=64"], "data.path=/nowhere"),
         (["train_ddp", "--ranks", "8", "global_batch_size=64", "optimzer.lr=1"], "unknown key optimzer.lr"),
