@@ -8,6 +8,7 @@ import shutil
 import sys
 
 import pytest
+import yaml
 from conftest import TINY, read_metrics, run_command
 
 import replay
@@ -80,6 +81,47 @@ def test_what_cannot_be_taken_again_is_one_line(run, capsys, monkeypatch):
     line = refused(capsys, run, 7)
     assert "was trained by 1 processes of train_fsdp2.py, these are 2: start torchrun" in line
     assert line.endswith(f"--nproc-per-node 1 tools/replay.py {run} 7")
+
+
+def test_a_step_of_an_earlier_start_with_other_options_is_no_difference(tiny, tmp_path, capsys, monkeypatch):
+    """config.yaml is the last start's; what that has otherwise is named, and its own steps are taken again as ever."""
+    monkeypatch.setattr(sys, "argv", ["train_fsdp2.py"])
+    often = ["checkpoint.save_every_n_steps=2", "checkpoint.max_checkpoints=null"]
+    for options in (["optimizer.lr=1e-2", "num_train_steps=6"], ["optimizer.lr=2e-3", "num_train_steps=10"]):
+        train_fsdp2.main(launch.load_config("L0_sanity", [*tiny, *often, *options], script="train_fsdp2"))
+    run = tmp_path / "run"
+    capsys.readouterr()
+    line = refused(capsys, run, 6)
+    assert line.startswith(f"error: step 6 was taken with optimizer.lr=0.01, and {run}/config.yaml, of the run's last")
+    monkeypatch.setattr(replay.checkpoint.Saver, "save", replay.checkpoint.Saver.save)
+    assert replay.main([str(run), "7"]) == 0  # from step 6, where the last start began
+    assert "step 7, taken again from step_00000006, is the same" in capsys.readouterr().out
+    shutil.rmtree(run / "checkpoints/step_00000006")  # pruned: on the way to step 7 are two of the first start
+    with pytest.raises(SystemExit) as caught:
+        replay.main([str(run), "7"])
+    assert caught.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: step 6: train/")
+    assert "but step_00000004 was written with optimizer.lr=0.01, which" in line
+    change(run, 9, loss=1e-7)
+    assert replay.main([str(run), "10"]) == 1  # of one start, and computed otherwise
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"seed": 5}, "seed"),
+        ({"model": {"drop_rate": 0.3}}, "model.drop_rate"),
+        ({"data": {"interpolation": "bilinear"}}, "data.interpolation"),
+        ({"max_grad_norm": 7.0}, "max_grad_norm"),
+    ],
+)
+def test_other_options_of_an_earlier_start_are_named(run, capsys, options, key):
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    for name, value in options.items():
+        values[name] = values[name] | value if isinstance(value, dict) else value
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    assert f"step 6 was taken with {key}=" in refused(capsys, run, 6)
 
 
 def test_checkpoints_in_a_bucket_are_refused(run, capsys):

@@ -9,8 +9,10 @@ same kind of machine, with the same packages, a step that differs was computed w
 of a cluster's machines finds the one that computes wrongly.
 
 The run's folder stays as it is; what the replay writes is in <RUN>/replay_<STEP>, and deleted at the end. Paths in the
-config are relative to where the run was started: start this there. Exit code 0: the same; 1: it differs, and the first
-such step is named; 2: it cannot be taken again, in one line that says why. torchrun makes a 1 of each but 0.
+config are relative to where the run was started: start this there. config.yaml is that of the run's last start: a step
+that an earlier one took with other options is refused, as far as its checkpoint tells them. Exit code 0: the same; 1:
+it differs, and the first such step is named; 2: it cannot be taken again, in one line that says why. torchrun makes a 1
+of each but 0.
 """
 
 import sys
@@ -34,7 +36,7 @@ import checkpoint
 from runtime import preemption
 from runtime.bucket import is_bucket
 from runtime.step_folders import step_folders
-from schema import Config, ConfigError, RunError
+from schema import Config, ConfigError, RunError, leaves
 
 KEYS = ("train/loss", "train/grad_norm")
 Rows = dict[int, dict[str, float]]  # step -> its values of KEYS
@@ -48,6 +50,8 @@ class Replay:
     script: str
     start: Path  # the checkpoint
     recorded: Rows
+    changed: list[str]
+    """What the start that wrote the checkpoint had otherwise than `cfg`: the steps after it may be of either."""
 
 
 def rows(folder: Path) -> Rows:
@@ -63,11 +67,30 @@ def rows(folder: Path) -> Rows:
     return found
 
 
+def changed_since(facts: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    """What a checkpoint was written with, by its state.json, and config.yaml has otherwise: key=value of the former."""
+    sections = {key: facts[key] for key in ("model", "fp8_config", "data") if key in facts}
+    then, stream = leaves(facts.get("recipe", {}) | sections), facts.get("stream", {})
+    then |= {key: stream[key] for key in ("seed", "global_batch_size") if key in stream}
+    if "repeated_augmentation" in stream:
+        then["data.repeated_augmentation"] = stream["repeated_augmentation"]
+    unlike = ["ema.", "checkpoint.init_from", "data.packing."]  # decides nothing of what is compared; is counted there
+    if values["data"]["size_schedule"]:
+        unlike += ["model.img_size", "global_batch_size"]  # there the stage's
+    now = leaves(values)
+    return [
+        f"{key}={value}"
+        for key, value in then.items()
+        if key in now and now[key] != value and not key.startswith(tuple(unlike))
+    ]
+
+
 def plan(run: Path, step: int, world_size: int) -> Replay:
     """What a replay of `step` needs.
 
     Raises:
-        ConfigError: there is no such run, line or checkpoint, or it takes another number of processes.
+        ConfigError: there is no such run, line or checkpoint, it takes another number of processes, or the step was
+            taken with other options than those of the run's last start.
     """
     try:
         recorded, values = rows(run), yaml.safe_load((run / "config.yaml").read_text())
@@ -98,6 +121,12 @@ def plan(run: Path, step: int, world_size: int) -> Replay:
             f"{run} was trained by {facts['world_size']} processes of {facts['script']}.py, these are {world_size}: "
             f"start {command}"
         )
+    if after and (changed := changed_since(facts, values)):
+        raise ConfigError(
+            f"step {step} was taken with {' '.join(changed)}, and {run}/config.yaml, of the run's last start, has that "
+            f"otherwise: replay a step after {min(after)}, or a copy of the run whose config.yaml has these values"
+        )
+    changed = changed_since(json.loads((saved[max(before)] / "state.json").read_text()), values)
     folder = run / f"replay_{step}"
     values["lr_scheduler"]["num_training_steps"] = facts["schedule_steps"]
     values |= {"num_train_steps": step, "num_epochs": None, "output_dir": str(folder)}
@@ -115,7 +144,7 @@ def plan(run: Path, step: int, world_size: int) -> Replay:
         key = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{run}/config.yaml: {key}: {first['msg']}; it is of another version") from None
     launch.check_script(cfg, facts["script"], world_size)
-    return Replay(cfg, facts["script"], saved[max(before)], recorded)
+    return Replay(cfg, facts["script"], saved[max(before)], recorded, changed)
 
 
 def first_difference(got: Rows, recorded: Rows, *, after: int) -> str | None:
@@ -171,6 +200,12 @@ def tell(run: Path, step: int, replay: Replay, got: Rows) -> int:
     start = int(replay.start.name.removeprefix("step_"))
     compared = [one for one in got if one > start and one in replay.recorded]
     if difference := first_difference(got, replay.recorded, after=start):
+        if replay.changed:  # no sign of a wrong machine: the first of these steps may be of the start before
+            launch.exit_with(
+                f"{difference}; but {replay.start.name} was written with {' '.join(replay.changed)}, which "
+                f"{run}/config.yaml has otherwise: which start took that step is not known; replay a step after a "
+                "later checkpoint"
+            )
         print(f"{run} differs from {replay.start.name} on: {difference}")
         return 1
     print(
