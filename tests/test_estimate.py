@@ -422,6 +422,8 @@ def test_a_recipe_on_its_own_cards_stays_the_recipe(monkeypatch, capsys):
         ),
         (["vit_base_patch16_224", "model.rope_type=mixed"], "model.rope_type=mixed is not in the estimate"),
         (["vit_base_patch16_224", "--gpus", "eight"], "--gpus=eight: give numbers above 0"),
+        (["vit_base_patch16_224", "--price", "-3"], "--price=-3: give what an hour of a card costs, 0 or more"),
+        (["vit_base_patch16_224", "--network", "0"], "--network=0: give GB/s above 0"),
         (["vit_base_patch16_224", "optimzer.lr=1"], "unknown key optimzer.lr"),
         (["vit_base_patch16_224", "--card", "A100"], "invalid choice: 'A100'"),
     ],

@@ -615,6 +615,10 @@ def main() -> None:
     numbers = args.gpus.split(",")
     if not all(number.isdecimal() and int(number) for number in numbers):
         parser.error(f"--gpus={args.gpus}: give numbers above 0, as 8 or 1,8,64")
+    if args.price is not None and not 0 <= args.price < math.inf:
+        parser.error(f"--price={args.price:g}: give what an hour of a card costs, 0 or more")
+    if not 0 < args.network < math.inf:
+        parser.error(f"--network={args.network:g}: give GB/s above 0")
     try:
         shape = Shape.of(config_of(args.config, args.overrides, "train_fsdp2"))
         print(f"{args.config}: {shape.params:,} parameters, {shape.flops / 1e9:,.1f} GFLOP an image's forward pass")
