@@ -10,8 +10,13 @@ read is named, the others go on, and the exit code is then 1.
 
 from launch import Parser, exit_with
 
+import argparse
+import contextlib
 import functools
+import io
 import json
+import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +33,65 @@ from input_pipeline.image_folders import IMAGE_EXTENSIONS
 from interop.models import TimmModel, load_model
 from runtime.checkpoint_places import model_path
 from schema import ConfigError
+
+
+def number(kind: type[int] | type[float], least: int) -> Callable[[str], int | float]:
+    """A type for argparse: a finite number that is not below `least`."""
+
+    def parsed(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            whole = "a whole number, " if kind is int else ""
+            raise argparse.ArgumentTypeError(f"{text}: give {whole}{least} or more")
+        return value
+
+    return parsed
+
+
+def check_target(option: str, path: Path | None) -> None:
+    """Exit with one line where a file cannot be written: before the work whose result it is for, not after it.
+
+    Of several processes the first one writes, and looks; a file that is there already stays as it is.
+    """
+    if path is None or int(os.environ.get("RANK", "0")):
+        return
+    target = Path(os.path.realpath(path))
+    is_new = not target.exists()
+    if not is_new and not target.is_file() and not target.is_dir():
+        return  # a pipe or a terminal: opened twice, it may end after the first time
+    try:
+        target.open("ab").close()  # rights alone do not tell: of a full disk, a name that is too long, root on NFS
+        if is_new:
+            target.unlink()
+    except OSError as error:
+        exit_with(
+            f"{option} {path} cannot be written ({error.strerror}): give a file in a folder that can be written to"
+        )
+
+
+@contextlib.contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """A context in which a file is written: what goes wrong is one line, and what was found stands above it."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # a disk that has become full; an image that the format has no room for
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        exit_with(f"{option} {path} could not be written ({reason}): what it is for is printed above", code=1)
+
+
+def check_sheet(path: Path | None) -> None:
+    """Exit with one line where Pillow cannot write an image under such a name."""
+    if path is None:
+        return
+    check_target("--sheet", path)
+    form = Image.registered_extensions().get(path.suffix.lower())
+    try:
+        Image.new("RGB", (8, 8)).save(io.BytesIO(), form or "none")
+    except (OSError, KeyError, ValueError):  # an unknown end, or one of formats that are only read, or have no colours
+        exit_with(f"--sheet {path}: Pillow writes no {path.suffix or 'file without an extension'}: give a .png")
 
 
 def class_names(model: TimmModel) -> list[str]:
@@ -112,17 +176,19 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("model", type=model_path, metavar="MODEL")
     parser.add_argument("images", type=Path, nargs="+", metavar="IMAGE")
-    parser.add_argument("--top", type=int, default=5, help="classes an image")
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--top", type=number(int, 1), default=5, help="classes an image")
+    parser.add_argument("--batch-size", type=number(int, 1), default=32)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write the answers there")
     parser.add_argument("--sheet", type=Path, help="write a contact sheet there, a PNG")
     args = parser.parse_args(argv)
     try:
-        torch.empty(0, device=args.device)
+        torch.ones(1, device=args.device).cpu()  # "meta" has no values to give back
     except (RuntimeError, AssertionError) as error:  # torch's words for: no such name, no such device, not built for it
         reason = str(error).strip().splitlines()[0].rstrip(".")
         exit_with(f"--device {args.device} cannot be used here ({reason}): use --device cpu")
+    check_target("--json", args.json)
+    check_sheet(args.sheet)
     try:
         model, config = load_model(args.model)
         files = list(find(args.images))
@@ -155,9 +221,11 @@ def main(argv: list[str] | None = None) -> None:
             answers.append({"file": str(file), "top": top})
             print(f"{file}: " + ", ".join(f"{each['description']} {each['probability']:.3f}" for each in top))
     if args.json:
-        args.json.write_text(json.dumps(answers, indent=1) + "\n")
+        with writing("--json", args.json):
+            args.json.write_text(json.dumps(answers, indent=1) + "\n")
     if args.sheet and answers:
-        sheet(answers, reader, args.sheet)
+        with writing("--sheet", args.sheet):
+            sheet(answers, reader, args.sheet)
     sys.exit(1 if unreadable else 0)
 
 

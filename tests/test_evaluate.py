@@ -311,6 +311,27 @@ def test_labels_that_do_not_fit_are_refused_by_name(imagenet, nameless, tmp_path
     assert fragment in line
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--batch-size", "0"], "--batch-size: 0: give a whole number, 1 or more"),
+        (["--batch-size", "-2"], "--batch-size: -2: give a whole number, 1 or more"),
+        (["--workers", "-1"], "--workers: -1: give a whole number, 0 or more"),
+        (
+            ["--output", "/nowhere/x.json"],
+            "--output /nowhere/x.json cannot be written (No such file or directory): give",
+        ),
+    ],
+)
+def test_options_are_refused_before_the_work(trained_run, image_folder, monkeypatch, capsys, options, complaint):
+    monkeypatch.setattr(infer, "load_model", None)
+    with pytest.raises(SystemExit) as caught:
+        evaluate.main([str(trained_run / "checkpoints"), str(image_folder / "val"), *options])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert complaint in line
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_image_that_cannot_be_read_is_one_line(trained_run, image_folder, tmp_path, capfd, workers):
     """From a loader process, too."""

@@ -85,7 +85,7 @@ def test_a_model_that_is_damaged_or_holds_a_command_is_one_line(trained_run, tmp
     assert not (tmp_path / "it-ran").exists()
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", "meta"])
 def test_a_device_that_is_not_there_is_one_line(tmp_path, capsys, device):
     with pytest.raises(SystemExit) as caught:
         infer.main([str(tmp_path), str(tmp_path), "--device", device])
@@ -93,3 +93,51 @@ def test_a_device_that_is_not_there_is_one_line(tmp_path, capsys, device):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: --device {device} cannot be used here (")
     assert line.endswith("): use --device cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--batch-size -3", "--batch-size: -3: give a whole number, 1 or more"),
+        ("--batch-size 0", "--batch-size: 0: give a whole number, 1 or more"),
+        ("--batch-size two", "--batch-size: two: give a whole number, 1 or more"),
+        ("--top -1", "--top: -1: give a whole number, 1 or more"),
+        ("--top 0", "--top: 0: give a whole number, 1 or more"),
+        ("--json no/x.json", "--json no/x.json cannot be written (No such file or directory): give a file in a folder"),
+        ("--json there", "--json there cannot be written (Is a directory): give a file in a folder"),
+        ("--sheet no/x.png", "--sheet no/x.png cannot be written (No such file or directory): give a file in a folder"),
+        ("--sheet x.foo", "--sheet x.foo: Pillow writes no .foo: give a .png"),
+        ("--sheet x", "--sheet x: Pillow writes no file without an extension: give a .png"),
+        ("--sheet x.h5", "--sheet x.h5: Pillow writes no .h5: give a .png"),
+    ],
+)
+def test_options_are_refused_before_the_work(tmp_path, monkeypatch, capsys, options, complaint):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    monkeypatch.setattr(infer, "load_model", None)
+    with pytest.raises(SystemExit) as caught:
+        infer.main([".", ".", *options.split(), "--device", "cpu"])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert complaint in line
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_looking_whether_a_file_can_be_written_leaves_no_trace(tmp_path):
+    (tmp_path / "old").write_text("content")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    for name in ("old", "link", "new"):
+        infer.check_target("--json", tmp_path / name)
+    assert (tmp_path / "old").read_text() == "content"
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "link"}
+
+
+def test_a_disk_that_has_become_full_is_one_line(trained_run, image_folder, capsys):
+    """And the answers are there."""
+    with pytest.raises(SystemExit) as caught:
+        infer.main([str(trained_run / "checkpoints"), str(image_folder / "val"), "--json", "/dev/full"])
+    assert caught.value.code == 1
+    printed, errors = capsys.readouterr()
+    assert len(printed.splitlines()) == 23
+    (line,) = errors.splitlines()
+    assert line.startswith("error: --json /dev/full could not be written ([Errno 28] No space left on device): ")

@@ -157,8 +157,15 @@ def test_two_processes_score_the_same(trained_run, image_folder, capsys):
     ("options", "fragment"),
     [
         (["--k", "61"], "--k 61 of 60 training images: give at most as many"),
-        (["--k", "0"], "--k 0: give 1 or more"),
-        (["--l2", "-1"], "--l2 -1.0: give 0 or more"),
+        (["--k", "0"], "--k: 0: give a whole number, 1 or more"),
+        (["--l2", "-1"], "--l2: -1: give 0 or more"),
+        (["--l2", "nan"], "--l2: nan: give 0 or more"),
+        (["--temperature", "-1"], "--temperature: -1: give 0 or more"),
+        (["--batch-size", "0"], "--batch-size: 0: give a whole number, 1 or more"),
+        (
+            ["--output", "/nowhere/x.json"],
+            "--output /nowhere/x.json cannot be written (No such file or directory): give",
+        ),
         (["--temperature", "0"], "--temperature 0.0: give more than 0"),
         (["--methods", "svm"], "svm"),
     ],

@@ -295,8 +295,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("model", type=model_path, metavar="MODEL")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--batch-size", type=int, default=64, help="images a process and batch")
-    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="loader processes a process")
+    parser.add_argument("--batch-size", type=infer.number(int, 1), default=64, help="images a process and batch")
+    workers = min(4, os.cpu_count() or 1)
+    parser.add_argument("--workers", type=infer.number(int, 0), default=workers, help="loader processes a process")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--per-class", action="store_true", help="a table of all classes, worst first")
     parser.add_argument("--real-labels", action="store_true", help="ImageNet's reassessed labels, by timm's table")
@@ -306,6 +307,7 @@ def main(argv: list[str] | None = None) -> None:
     for other, is_given in (("--per-class", args.per_class), ("--valid-labels", args.valid_labels is not None)):
         if args.real_labels and is_given:
             parser.error(f"--real-labels with {other}: an image has several of ReaL's labels; leave one of them out")
+    infer.check_target("--output", args.output)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         model, config = infer.load_model(args.model)
@@ -341,7 +343,8 @@ def main(argv: list[str] | None = None) -> None:
         result["classes"] = {name: {"top1": rate, "images": count} for rate, name, count in rows}
         print("\n".join(f"{rate:.4f}  {count:6d}  {name}" for rate, name, count in rows))
     if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        with infer.writing("--output", args.output):
+            args.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

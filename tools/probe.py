@@ -163,24 +163,25 @@ def fit_linear(
 
 def main(argv: list[str] | None = None) -> None:
     """Parse, read features, score, answer from rank 0."""
-    parser = Parser(__doc__)
+    parser, count = Parser(__doc__), infer.number(int, 1)
     parser.add_argument("model", type=model_path, metavar="MODEL")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--methods", choices=("knn", "linear"), nargs="+", default=["knn", "linear"])
-    parser.add_argument("--k", type=int, nargs="+", default=[20], help="knn: neighbours, one number or several")
-    parser.add_argument("--temperature", type=float, default=0.07, help="knn: of the votes")
-    parser.add_argument("--l2", type=float, nargs="+", default=[1e-4], help="linear: one number or several")
-    parser.add_argument("--iterations", type=int, default=1000, help="linear: of L-BFGS, at most")
-    parser.add_argument("--batch-size", type=int, default=64, help="images a process and batch")
-    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="loader processes a process")
+    parser.add_argument("--k", type=count, nargs="+", default=[20], help="knn: neighbours, one number or several")
+    parser.add_argument("--temperature", type=infer.number(float, 0), default=0.07, help="knn: of the votes")
+    parser.add_argument(
+        "--l2", type=infer.number(float, 0), nargs="+", default=[1e-4], help="linear: one number or several"
+    )
+    parser.add_argument("--iterations", type=count, default=1000, help="linear: of L-BFGS, at most")
+    parser.add_argument("--batch-size", type=count, default=64, help="images a process and batch")
+    workers = min(4, os.cpu_count() or 1)
+    parser.add_argument("--workers", type=infer.number(int, 0), default=workers, help="loader processes a process")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the model; the rest is fp32")
     parser.add_argument("--output", type=Path, help="write the result there, as JSON")
     args = parser.parse_args(argv)
-    for option, values, least in (("--k", args.k, 1), ("--iterations", [args.iterations], 1), ("--l2", args.l2, 0)):
-        if wrong := [value for value in values if value < least]:
-            parser.error(f"{option} {wrong[0]}: give {least} or more")
-    if args.temperature <= 0:
+    if not args.temperature:
         parser.error(f"--temperature {args.temperature}: give more than 0")
+    infer.check_target("--output", args.output)
     try:
         model, config = infer.load_model(args.model)
         train, val = splits_of(args.folder)
@@ -225,7 +226,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     print("\n".join(lines))
     if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        with infer.writing("--output", args.output):
+            args.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
