@@ -109,6 +109,7 @@ class Reader:
     def __init__(self, model: TimmModel, config: dict[str, Any]) -> None:
         settings = timm.data.resolve_model_data_config(model)
         self.shape = settings["input_size"]
+        self.keeps_aspect = bool(config.get("packing"))
         transform = timm.data.create_transform(**settings, is_training=False)
         if packing := config.get("packing"):
             patch, patches = model.patch_embed.patch_size, packing["patches_per_image"]
@@ -126,8 +127,8 @@ class Reader:
         return self.transform(crop_extreme_aspect(self.decoder.pillow(data)))
 
 
-def logits_of(model: TimmModel, images: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(images, classes), of normalised images (C, Y, X), those of one size together."""
+def logits_of(model: Callable[[torch.Tensor], torch.Tensor], images: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(images, classes), or what else `model` gives, of normalised images (C, Y, X), those of one size together."""
     by_size: dict[torch.Size, list[int]] = {}
     for place, image in enumerate(images):
         by_size.setdefault(image.shape, []).append(place)

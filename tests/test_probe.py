@@ -1,9 +1,10 @@
 """tools/probe.py: neighbours by brute force, a probe at its loss's one minimum, features by hand."""
 
-import launch  # noqa: F401  (before torch)
+import launch
 
 import contextlib
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from conftest import ROOT, run_command
 
 import infer
 import probe
+import train_ddp
 
 
 @contextlib.contextmanager
@@ -143,6 +145,18 @@ def test_a_checkpoint_is_scored_by_the_images_of_a_folder_or_of_shards(
     only = scores(capsys, model, image_folder, "--methods", "linear", "--iterations", 1, "--precision", "bf16")
     assert len(only) == 2
     assert only[1].endswith("1 iterations, all, a higher --iterations may score otherwise")
+
+
+def test_images_of_a_run_with_packing_have_sizes_of_their_own(tiny, tmp_path, image_folder, capsys, monkeypatch):
+    """As by hand, image by image."""
+    monkeypatch.setattr(sys, "argv", ["train_ddp.py"])
+    options = ["data.packing.enabled=true", "data.packing.images_per_row=4", "num_train_steps=1"]
+    train_ddp.main(launch.load_config("L0_sanity", [*tiny, *options], script="train_ddp"))
+    model = tmp_path / "run/checkpoints/final_model"
+    (train, labels), (val, answers) = (features_by_hand(model, image_folder / split) for split in ("train", "val"))
+    top1, top5 = brute_force(train, labels, val, answers, 5, 0.07)
+    lines = scores(capsys, model, image_folder, "--k", 5, "--methods", "knn", "--batch-size", 4)
+    assert lines[-1] == f"knn, k=5: top-1 {top1 / 23:.4f}, top-5 {top5 / 23:.4f}"
 
 
 @pytest.mark.slow

@@ -317,8 +317,9 @@ def main(argv: list[str] | None = None) -> None:
 
     device = join(args.precision)
     sampler = EvalSampler(len(task.source), batch_size=args.batch_size, rank=rank, world_size=world_size)
-    dataset = LabelledImages(task.source, task.answers, infer.Reader(model, config))
-    options = {"collate_fn": gather if config.get("packing") else None, "num_workers": args.workers}
+    reader = infer.Reader(model, config)
+    dataset = LabelledImages(task.source, task.answers, reader)
+    options = {"collate_fn": gather if reader.keeps_aspect else None, "num_workers": args.workers}
     loader = DataLoader(dataset, batch_sampler=sampler, pin_memory=device.type == "cuda", **options)
     # Reading fails on one rank only: its error ends the others through torchrun.
     options = {"num_classes": model.num_classes, "device": device, "precision": args.precision, "valid": task.valid}

@@ -73,12 +73,17 @@ def features_of(
     world_size = dist.get_world_size()
     sampler = EvalSampler(len(source), batch_size=args.batch_size, rank=dist.get_rank(), world_size=world_size)
     images = evaluate.LabelledImages(source, labels[:, None], reader)
-    cuda = device.type == "cuda"
+
+    def features(batch: torch.Tensor) -> torch.Tensor:
+        tokens = model.forward_features(batch.to(device, non_blocking=True))
+        return model.forward_head(tokens, pre_logits=True).float()
+
+    collate = evaluate.gather if reader.keeps_aspect else None
+    options = {"collate_fn": collate, "num_workers": args.workers, "pin_memory": device.type == "cuda"}
     batches = []
-    for batch, _ in DataLoader(images, batch_sampler=sampler, num_workers=args.workers, pin_memory=cuda):
+    for batch, _ in DataLoader(images, batch_sampler=sampler, **options):
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-            tokens = model.forward_features(batch.to(device, non_blocking=True))
-            batches.append(model.forward_head(tokens, pre_logits=True).float())
+            batches.append(infer.logits_of(features, batch) if reader.keeps_aspect else features(batch))
     mine = torch.stack(batches)  # batches, images of one, D
     parts = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(parts, mine)
