@@ -107,40 +107,44 @@ def scan(path: str, split: str) -> Folder:
     return list_folder(root, None if split == "train" else scan(path, "train").classes)
 
 
-def list_folder(root: Path, classes: tuple[str, ...] | None = None) -> Folder:
+def list_folder(root: Path, classes: tuple[str, ...] | None = None, *, given: str | None = None) -> Folder:
     """The images of one folder of class folders; `classes` numbers them, by default their own sorted names.
+
+    `given` is the option that complaints name, with its value; None is data.path, which `root` is a split of.
 
     Raises:
         ConfigError: as `scan`.
     """
-    path, split = root.parent, root.name
-    found, num_dangling = _class_folders(root)
+    split, given = root.name, given or f"data.path={root.parent}"
+    if not root.is_dir():
+        raise ConfigError(f"{given}: there is no folder {root}: give one that holds class folders of images")
+    found, num_dangling = _class_folders(root, given)
     flat = _flat_labels(root, classes) if classes and not found else {}
     if not found and not flat:
         raise ConfigError(
-            f"data.path={path}: {root} holds no class folders; expected {split}/<class>/<image>"
+            f"{given}: {root} holds no class folders; expected {split}/<class>/<image>"
             + (f", or a flat {split}/ with val.txt or LOC_val_solution.csv beside it" if classes else "")
         )
     classes = classes or found
     if unknown := sorted(set(found or flat.values()) - set(classes)):
-        raise ConfigError(f"data.path={path}: {root / unknown[0]} is a class that the training folder does not have")
+        raise ConfigError(f"{given}: {root / unknown[0]} is a class that the training folder does not have")
 
     folders = [name for name in classes if name in found] if found else [""]
     with _index(root, [classes, sorted(flat.items())], folders) as index:
         if index.content is None:
-            index.content = _list(root, folders, flat, {name: label for label, name in enumerate(classes)})
+            index.content = _list(root, given, folders, flat, {name: label for label, name in enumerate(classes)})
         files, ends, labels, skipped, _ = index.content
     if not len(labels):
-        raise ConfigError(f"data.path={path}: {root} holds no images; skipped: {skipped}")
+        raise ConfigError(f"{given}: {root} holds no images; skipped: {skipped}")
     if num_dangling:
         skipped = skipped | {"class that is a link to nothing": num_dangling}
     return Folder(str(root), classes, files, ends, labels, skipped)
 
 
-def _class_folders(root: Path) -> tuple[tuple[str, ...], int]:
+def _class_folders(root: Path, given: str) -> tuple[tuple[str, ...], int]:
     """Names of the class folders, sorted; and the number of links to nothing, one of which may be meant for one."""
     found, num_dangling = [], 0
-    for entry in _entries(root):
+    for entry in _entries(root, given):
         if entry.name.startswith(".") or entry.name in SYSTEM_FOLDERS:
             continue
         if _is(entry.is_dir):
@@ -155,7 +159,7 @@ def _class_folders(root: Path) -> tuple[tuple[str, ...], int]:
 Listed = tuple[bytes, np.ndarray, np.ndarray, dict[str, int], list[tuple[str, int, int]]]
 
 
-def _list(root: Path, folders: list[str], flat: dict[str, str], label_of: dict[str, int]) -> Listed:
+def _list(root: Path, given: str, folders: list[str], flat: dict[str, str], label_of: dict[str, int]) -> Listed:
     """Read the folders, many at a time: on a network file system each waits for an answer.
 
     Raises:
@@ -174,7 +178,7 @@ def _list(root: Path, folders: list[str], flat: dict[str, str], label_of: dict[s
             if here != folder:
                 below.append((here, *_changed(root / here)))
             names = by_folder[here] = []
-            for entry in _entries(root / here):
+            for entry in _entries(root / here, given):
                 suffix = os.path.splitext(entry.name)[1].lower()
                 if entry.name.startswith(".") or entry.name in SYSTEM_FOLDERS:
                     skipped["hidden"] += 1
@@ -202,7 +206,7 @@ def _list(root: Path, folders: list[str], flat: dict[str, str], label_of: dict[s
     return b"".join(files), ends, np.array(labels, dtype=np.int64), dict(skipped), nested
 
 
-def _entries(folder: Path) -> list[os.DirEntry]:
+def _entries(folder: Path, given: str) -> list[os.DirEntry]:
     """What a folder holds.
 
     Raises:
@@ -212,7 +216,9 @@ def _entries(folder: Path) -> list[os.DirEntry]:
         with os.scandir(folder) as entries:
             return list(entries)
     except OSError as error:
-        raise ConfigError(f"data.path: {folder} cannot be read ({error.strerror}): mend its rights") from None
+        is_refused = error.errno in (errno.EACCES, errno.EPERM)
+        advice = "mend its rights" if is_refused else "see whether it and its file system are still there"
+        raise ConfigError(f"{given}: {folder} cannot be read ({error.strerror}): {advice}") from None
 
 
 def _is(kind: Callable[[], bool]) -> bool:

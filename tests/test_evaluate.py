@@ -312,6 +312,28 @@ def test_labels_that_do_not_fit_are_refused_by_name(imagenet, nameless, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("folder", "complaint"),
+    [
+        ("gone", "FOLDER={0}/gone: there is no folder {0}/gone: give one that holds class folders of images"),
+        ("empty", "FOLDER={0}/empty: {0}/empty holds no class folders; expected empty/<class>/<image>"),
+        ("set", "FOLDER={0}/set is a whole data set, not its class folders: give {0}/set/val"),
+    ],
+)
+@pytest.mark.parametrize("has_names", [True, False])
+def test_a_wrong_folder_is_named_as_it_was_given(
+    trained_run, nameless, image_folder, tmp_path, capsys, folder, complaint, has_names
+):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "set").symlink_to(image_folder)
+    complaint = complaint.format(tmp_path).replace(f"{tmp_path}/set", str(image_folder))
+    with pytest.raises(SystemExit) as caught:
+        evaluate.main([str(trained_run / "checkpoints" if has_names else nameless), str(tmp_path / folder)])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {complaint}")
+
+
+@pytest.mark.parametrize(
     ("options", "complaint"),
     [
         (["--batch-size", "0"], "--batch-size: 0: give a whole number, 1 or more"),

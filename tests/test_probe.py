@@ -197,4 +197,5 @@ def test_a_folder_without_training_images_is_one_line(trained_run, image_folder,
         scores(capsys, trained_run / "checkpoints", image_folder / "val")
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{image_folder / 'val'}" in line
+    val = image_folder / "val"
+    assert line == f"error: FOLDER={val}: there is no folder {val}/train: give {image_folder}"

@@ -94,7 +94,11 @@ def images_of(folder: Path, model: infer.TimmModel) -> tuple[ImageSource, tuple[
         if source.classes == numbered:
             return source, tuple(range(model.num_classes))
     else:
-        source = list_folder(folder, names if names and not _is_numbered(folder, names) else None)
+        has_train, has_val = ((folder / split).is_dir() and split not in names for split in ("train", "val"))
+        if has_val and (has_train or names):
+            raise ConfigError(f"FOLDER={folder} is a whole data set, not its class folders: give {folder / 'val'}")
+        known = names if names and not _is_numbered(folder, names) else None
+        source = list_folder(folder, known, given=f"FOLDER={folder}")
     return source, outputs_of(source.classes, names, model.num_classes)
 
 

@@ -60,8 +60,13 @@ def splits_of(folder: Path) -> tuple[ImageSource, ImageSource]:
     if evaluate.has_shards(folder, "train"):
         train = tar_shards.load(str(folder), "train", "raise")
         return train, tar_shards.load(str(folder), "val", "raise", default_classes=train.classes)
-    train = list_folder(folder / "train")
-    return train, list_folder(folder / "val", train.classes)
+    given = f"FOLDER={folder}"
+    if absent := [split for split in ("train", "val") if not (folder / split).is_dir()]:
+        is_split = folder.name in ("train", "val") and folder.is_dir()
+        fix = f"give {folder.parent}" if is_split else "give one that holds train/ and val/"
+        raise ConfigError(f"{given}: there is no folder {folder / absent[0]}: {fix}")
+    train = list_folder(folder / "train", given=given)
+    return train, list_folder(folder / "val", train.classes, given=given)
 
 
 @torch.no_grad()
