@@ -113,8 +113,22 @@ def test_a_report_has_a_heat_map_of_what_fp8_held(tmp_path, monkeypatch):
     assert (drawn[6] == 1).all()  # amax, powers of two
 
 
-def test_a_report_of_no_run_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path)])
+@pytest.mark.parametrize("what", ["no run", "no folder", "no metrics", "no target"])
+def test_a_report_of_no_run_is_one_line(tmp_path, monkeypatch, capsys, what):
+    run, target = tmp_path / "run", tmp_path / "out"
+    complaint = f"{run} is no run's folder: metrics.jsonl is missing; give a run's output_dir"
+    if what != "no folder":
+        run.mkdir()
+    if what in ("no metrics", "no target"):
+        (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": 5}\n' if what == "no target" else "")
+        (run / "status.json").write_text('{"state": "running", "step": 1, "time": ""}')
+        (run / "config.yaml").write_text("global_batch_size: 8\n")
+        complaint = f"{run} has no metrics yet: wait for the first log line"
+    if what == "no target":
+        target = run / "metrics.jsonl/out"
+        complaint = f"--output {target} cannot be written to (File exists): give a name in another folder"
+    monkeypatch.setattr(sys, "argv", ["report.py", str(run), "--output", str(target)])
     with pytest.raises(SystemExit) as caught:
         report.main()
-    assert caught.value.code == f"error: {tmp_path} is no run's folder: metrics.jsonl is missing"
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"error: {complaint}\n"

@@ -16,7 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -35,6 +35,12 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except json.JSONDecodeError:  # the torn last line of a killed run
             continue
+
+
+def fail(message: str) -> NoReturn:
+    """As launch.exit_with, whose module wants torch: one line, exit code 2."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 class Run:
@@ -117,11 +123,11 @@ def read(folder: Path) -> Run:
     try:
         run = Run(folder)
     except FileNotFoundError as error:
-        sys.exit(f"error: {folder} is no run's folder: {Path(error.filename).name} is missing")
+        fail(f"{folder} is no run's folder: {Path(error.filename).name} is missing; give a run's output_dir")
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        sys.exit(f"error: {folder} cannot be read: {type(error).__name__}: {error}")
+        fail(f"{folder} cannot be read: {type(error).__name__}: {error}")
     if not run.rows:
-        sys.exit(f"error: {folder} has no metrics yet: wait for the first log line")
+        fail(f"{folder} has no metrics yet: wait for the first log line")
     return run
 
 
@@ -320,7 +326,7 @@ def main() -> None:
             end = "_fp8.png" if len(runs) == 1 else f"_fp8_{run.name.replace(os.sep, '_')}.png"
             draw_fp8(run, output.with_name(output.name + end))
     except OSError as error:
-        sys.exit(f"error: --output {output} cannot be written to: {error.strerror}")
+        fail(f"--output {output} cannot be written to ({error.strerror}): give a name in another folder")
     print(table(runs), end="")
     print(f"\nwrote {output}.png and {output}.md", file=sys.stderr)
 
