@@ -15,6 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch import Parser, exit_with
 
+import os
+import shutil
+
 from interop import weights_out
 from runtime.checkpoint_places import model_path
 from runtime.step_folders import newest_step
@@ -31,15 +34,23 @@ def main() -> None:
     parser.add_argument("--format", choices=EXPORTS, required=True)
     parser.add_argument("--raw", action="store_true", help="the weights themselves, not their moving average")
     args = parser.parse_args()
-    if args.target.exists():
+    if os.path.lexists(args.target):
         exit_with(f"{args.target} is there already: give a new folder")
     step_folder = newest_step(args.source)
     if step_folder is None:
         exit_with(f"{args.source} is no complete step_XXXXXXXX folder and holds none: give one, or a run's checkpoints")
     try:
         kind = EXPORTS[args.format](step_folder, args.target, raw=args.raw)
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         exit_with(str(error))
+    except OSError as error:
+        if str(error.filename or "").startswith(str(step_folder)):
+            exit_with(f"SOURCE={args.source} cannot be read ({error}): mend its rights, or give a whole copy")
+        shutil.rmtree(args.target.with_name(args.target.name + ".tmp"), ignore_errors=True)  # on a full disk: its half
+        exit_with(
+            f"TARGET={args.target} cannot be written ({error.strerror}): give a folder that can be made, on a disk "
+            "with room"
+        )
     size = sum(file.stat().st_size for file in args.target.iterdir())
     print(f"wrote {args.target} ({args.format}, {size / 2**20:.1f} MiB, {kind}) from {step_folder}")
 
