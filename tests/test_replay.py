@@ -107,6 +107,24 @@ def test_a_step_of_an_earlier_start_with_other_options_is_no_difference(tiny, tm
     assert replay.main([str(run), "10"]) == 1  # of one start, and computed otherwise
 
 
+def test_augmentation_may_have_changed_at_a_resume(tiny, tmp_path, capsys, monkeypatch):
+    """No checkpoint tells it: what is said of a step before says so, and nothing of it of a step after."""
+    monkeypatch.setattr(sys, "argv", ["train_fsdp2.py"])
+    often = ["checkpoint.save_every_n_steps=2", "checkpoint.max_checkpoints=null"]
+    for options in (["data.hflip=0.0", "num_train_steps=4"], ["data.hflip=1.0", "num_train_steps=6"]):
+        length = "lr_scheduler.num_training_steps=6"
+        train_fsdp2.main(launch.load_config("L0_sanity", [*tiny, *often, length, *options], script="train_fsdp2"))
+    monkeypatch.setattr(replay.checkpoint.Saver, "save", replay.checkpoint.Saver.save)
+    run = tmp_path / "run"
+    assert replay.main([str(run), "3"]) == 1
+    end = "; unless options of data were changed when the run went on at step 4\n"
+    assert capsys.readouterr().out.endswith(end)
+    assert replay.main([str(run), "5"]) == 0
+    change(run, 5, loss=1e-7)
+    assert replay.main([str(run), "5"]) == 1
+    assert "unless" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "key"),
     [

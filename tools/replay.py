@@ -27,6 +27,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import shutil
 
 import yaml
@@ -206,7 +207,11 @@ def tell(run: Path, step: int, replay: Replay, got: Rows) -> int:
                 f"{run}/config.yaml has otherwise: which start took that step is not known; replay a step after a "
                 "later checkpoint"
             )
-        print(f"{run} differs from {replay.start.name} on: {difference}")
+        log = run / "train.log"
+        said = re.findall(r"resumed from \S+ \(step (\d+)\)", log.read_text(errors="replace")) if log.exists() else []
+        later = [resumed for resumed in map(int, said) if resumed > start]
+        doubt = f"; unless options of data were changed when the run went on at step {later[-1]}" if later else ""
+        print(f"{run} differs from {replay.start.name} on: {difference}{doubt}")
         return 1
     print(
         f"{run}: step {step}, taken again from {replay.start.name}, is the same: loss and gradient norm of "
