@@ -711,8 +711,8 @@ def test_weights_gradients_and_moments_are_float32():
     ("overrides", "texts"),
     [
         ("img_size=100 patch_size=16", ["model.img_size=100", "model.patch_size=16", "96", "112"]),
-        ("img_size=[32,40] patch_size=16", ["model.img_size=(32, 40)", "model.patch_size=16"]),
-        ("img_size=32 patch_size=[16,12]", ["model.img_size=32", "model.patch_size=(16, 12)"]),
+        ("img_size=[32,40] patch_size=16", ["model.img_size=[32, 40]", "model.patch_size=16"]),
+        ("img_size=32 patch_size=[16,12]", ["model.img_size=32", "model.patch_size=[16, 12]"]),
         ("img_size=8 patch_size=16", ["model.img_size=8", "16"]),
     ],
 )
@@ -767,7 +767,7 @@ def test_size_that_patches_do_not_fill_is_refused(overrides, texts):
         ("rel_pos_type=mlp pos_embed=none block_fn=ParallelThingsBlock", "set model.block_fn=Block or ResPostBlock"),
         ("block_fn=ResPostBlock norm_eps=1e-5", "model.norm_eps=1e-05 cannot be exported"),
         ("rel_pos_type=mlp pos_embed=none norm_layer=rmsnorm", "model.norm_layer=rmsnorm cannot be exported"),
-        ("rope_type=cat implementation=timm", 'model.rope_type="cat" with model.implementation=timm'),
+        ("rope_type=cat implementation=timm", "model.rope_type=cat with model.implementation=timm"),
         ("attn_layer=diff transformer_engine=true act_layer=gelu_tanh", "model.attn_layer=diff"),
         (
             "rope_type=mixed qkv_fused=false num_kv_heads=1",
