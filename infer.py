@@ -8,14 +8,12 @@ hf-hub:<owner>/<name>. Images are read as in evaluation: any mode and depth, EXI
 read is named, the others go on, and the exit code is then 1.
 """
 
-from launch import Parser, exit_with
+from launch import Parser, exit_with, number
 
-import argparse
 import contextlib
 import functools
 import io
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -33,22 +31,6 @@ from input_pipeline.image_folders import IMAGE_EXTENSIONS
 from interop.models import TimmModel, load_model
 from runtime.checkpoint_places import model_path
 from schema import ConfigError
-
-
-def number(kind: type[int] | type[float], least: int) -> Callable[[str], int | float]:
-    """A type for argparse: a finite number that is not below `least`."""
-
-    def parsed(text: str) -> int | float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value < math.inf:
-            whole = "a whole number, " if kind is int else ""
-            raise argparse.ArgumentTypeError(f"{text}: give {whole}{least} or more")
-        return value
-
-    return parsed
 
 
 def check_target(option: str, path: Path | None) -> None:

@@ -18,6 +18,7 @@ import importlib.metadata
 import importlib.util
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -70,6 +71,23 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with 2."""
         exit_with(message)
+
+
+def number(kind: type[int] | type[float], least: int, *, is_above: bool = False) -> Callable[[str], int | float]:
+    """A type for argparse: a finite number, `least` or more, or with `is_above` more than that."""
+
+    def parsed(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf or (is_above and value == least):
+            whole = "a whole number, " if kind is int else ""
+            bound = f"more than {least}" if is_above else f"{least} or more"
+            raise argparse.ArgumentTypeError(f"{text}: give {whole}{bound}")
+        return value
+
+    return parsed
 
 
 def check_versions(requirements: Path = PROJECT_DIR / "requirements.txt") -> None:

@@ -1242,8 +1242,9 @@ class Config:
             }
             if change.lr is not None:
                 warmup = change.num_warmup_epochs
-                lengths = {"num_warmup_steps": 0 if warmup is None else None, "num_warmup_epochs": warmup}
-                lengths |= {"warmup_start_lr": 0.0} if warmup is None else {}
+                lengths: dict[str, Any] = {"num_warmup_steps": None, "num_warmup_epochs": warmup}
+                if warmup is None:
+                    lengths = {"num_warmup_steps": 0, "num_warmup_epochs": None, "warmup_start_lr": 0.0}
                 values["optimizer"] = dataclasses.replace(before.optimizer, lr=change.lr)
                 values["lr_scheduler"] = dataclasses.replace(before.lr_scheduler, **lengths)
             stages.append(dataclasses.replace(before, **values))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only two GPUs can show, in parts of at most ten minutes each:
-#     bash benchmarks/two_gpus.sh alone|right|fast|overlap|large FOLDER
+#     bash benchmarks/two_gpus.sh alone|right|fast|overlap|ctas|large FOLDER
 # Each part writes its files into FOLDER and packs them into FOLDER/<part>.tar.gz, whatever ended early.
 set -u
 part=$1 folder=$2
@@ -87,17 +87,16 @@ overlap) # what takes two GPUs longer than one: other cards, kernels beside NCCL
         profile 2 $script adamw
         profile 2 $script muon optimizer.name=muon optimizer.momentum=0.95
     done
-    for most in 4 8 16; do # multiprocessors that NCCL may have
+    ;;
+ctas) # multiprocessors that NCCL may have, without and with as many that TransformerEngine's products leave free
+    for most in 4 8 16; do
         export NCCL_MAX_CTAS=$most
-        strategies "two_ctas_$most" 100 2 --sizes large_patch16:128 huge_patch14:64 --variants "TE, BF16" \
-            --scripts train_ddp train_fsdp2
+        for margin in 0 $most; do
+            NVTE_EXT_MARGIN_SM=$margin strategies "two_ctas_${most}_margin_$margin" 90 2 --scripts train_ddp train_fsdp2 \
+                --sizes large_patch16:128 huge_patch14:64 --variants "TE, BF16"
+        done
         [ $most = 8 ] && profile 2 train_ddp ctas_$most
-        export NVTE_EXT_MARGIN_SM=$most # and that TransformerEngine's products leave free
-        strategies "two_ctas_${most}_margin" 100 2 --sizes large_patch16:128 huge_patch14:64 --variants "TE, BF16" \
-            --scripts train_ddp train_fsdp2
-        unset NVTE_EXT_MARGIN_SM
     done
-    unset NCCL_MAX_CTAS
     ;;
 large) # 10 billion parameters: 30 steps with a save in step 20, then step 20 to 30 again in a fresh process
     run="torchrun --standalone --nproc-per-node 2 train_fsdp2.py --config-name vit_10b_patch14_224 global_batch_size=128"
@@ -116,7 +115,7 @@ large) # 10 billion parameters: 30 steps with a save in step 20, then step 20 to
     rm -rf $place/10b
     ;;
 *)
-    echo "error: part=$part: give alone, right, fast, overlap or large" >&2
+    echo "error: part=$part: give alone, right, fast, overlap, ctas or large" >&2
     exit 2
     ;;
 esac

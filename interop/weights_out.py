@@ -244,14 +244,18 @@ def _write_folder(
     temporary = target.with_name(target.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    _write_safetensors(temporary / "model.safetensors", weights, convert)
-    for name, content in files.items():
-        if isinstance(content, str):
-            (temporary / name).write_text(content)
-        else:
-            write_json(temporary / name, content)
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(temporary, target)
+    try:
+        _write_safetensors(temporary / "model.safetensors", weights, convert)
+        for name, content in files.items():
+            if isinstance(content, str):
+                (temporary / name).write_text(content)
+            else:
+                write_json(temporary / name, content)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+        raise
 
 
 def _write_safetensors(

@@ -110,7 +110,9 @@ class _LogFileHandler(logging.FileHandler):
 
     @override
     def handleError(self, record: logging.LogRecord) -> None:
-        if not self.is_told:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)  # a line that is wrong in itself
+        elif not self.is_told:
             self.is_told = True  # before the line, which comes here, too
             logger.warning("%s cannot be written: the run goes on without", self.baseFilename)
 

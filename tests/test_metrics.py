@@ -16,6 +16,7 @@ from conftest import TINY, column, read_metrics, session_of, tiny_config
 
 import schema
 from observability import metrics
+from runtime import run_folder
 from runtime.run_folder import set_status, set_up_logging
 
 # Metrics and the console
@@ -195,6 +196,14 @@ def test_a_log_that_takes_no_more_lines_is_told_once(tmp_path, capsys):
     assert console.count("train.log cannot be written: the run goes on without") == 1
     assert "Traceback" not in console
     assert "step 2" in console
+
+
+def test_a_line_that_is_wrong_in_itself_is_not_told_as_a_full_disk(tmp_path, capsys, caplog):
+    handler = run_folder._LogFileHandler(tmp_path / "train.log")
+    handler.handle(logging.LogRecord("x", logging.INFO, __file__, 1, "step %d", ("five",), None))
+    handler.close()
+    assert "TypeError" in capsys.readouterr().err
+    assert "cannot be written" not in caplog.text
 
 
 def test_a_broken_status_holds_up_no_run(tmp_path, caplog):

@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from launch import Parser, exit_with
 
 import os
-import shutil
 
 from interop import weights_out
 from runtime.checkpoint_places import model_path
@@ -46,7 +45,6 @@ def main() -> None:
     except OSError as error:
         if str(error.filename or "").startswith(str(step_folder)):
             exit_with(f"SOURCE={args.source} cannot be read ({error}): mend its rights, or give a whole copy")
-        shutil.rmtree(args.target.with_name(args.target.name + ".tmp"), ignore_errors=True)  # on a full disk: its half
         exit_with(
             f"TARGET={args.target} cannot be written ({error.strerror}): give a folder that can be made, on a disk "
             "with room"

@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch import Parser, exit_with
+from launch import Parser, exit_with, number
 
 import dataclasses
 import functools
@@ -49,6 +49,8 @@ from interop.step_weights import first_few
 from observability.metrics import top_k_hits
 from runtime.checkpoint_places import model_path
 from schema import ConfigError
+
+WORKERS = min(4, os.cpu_count() or 1)  # torch warns of more than there are cores
 
 
 class LabelledImages(Dataset):
@@ -299,9 +301,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("model", type=model_path, metavar="MODEL")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--batch-size", type=infer.number(int, 1), default=64, help="images a process and batch")
-    workers = min(4, os.cpu_count() or 1)
-    parser.add_argument("--workers", type=infer.number(int, 0), default=workers, help="loader processes a process")
+    parser.add_argument("--batch-size", type=number(int, 1), default=64, help="images a process and batch")
+    parser.add_argument("--workers", type=number(int, 0), default=WORKERS, help="loader processes a process")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--per-class", action="store_true", help="a table of all classes, worst first")
     parser.add_argument("--real-labels", action="store_true", help="ImageNet's reassessed labels, by timm's table")

@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch import Parser, exit_with
+from launch import Parser, exit_with, number
 
 import argparse
 import concurrent.futures
@@ -319,12 +319,12 @@ def index(path: str) -> bool:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What shards are made with."""
     size = parser.add_mutually_exclusive_group()
+    size.add_argument("--samples-per-shard", type=number(int, 1), default=1000, metavar="N", help="at most (1000)")
     size.add_argument(
-        "--samples-per-shard", type=_number(int, above=0), default=1000, metavar="N", help="at most (1000)"
+        "--megabytes-per-shard", type=number(float, 0, is_above=True), metavar="MB", help="about, of 10^6 bytes"
     )
-    size.add_argument("--megabytes-per-shard", type=_number(float, above=0), metavar="MB", help="about, of 10^6 bytes")
-    parser.add_argument("--seed", type=_number(int, above=-1), default=0, help="of the order (0)")
-    parser.add_argument("--workers", type=_number(int, above=0), default=8, help="files worked on at the same time (8)")
+    parser.add_argument("--seed", type=number(int, 0), default=0, help="of the order (0)")
+    parser.add_argument("--workers", type=number(int, 1), default=8, help="files worked on at the same time (8)")
     parser.add_argument(
         "--scratch",
         type=Path,
@@ -336,15 +336,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def folder_or_bucket(text: str) -> Path | Bucket:
     """What TARGET names."""
     return Bucket.of(text) if is_bucket(text) else Path(text)
-
-
-def _number(kind: type, *, above: int) -> Callable[[str], Any]:
-    def number(text: str) -> Any:
-        if not kind(text) > above:
-            raise ValueError
-        return kind(text)
-
-    return number
 
 
 def make(args: argparse.Namespace) -> None:

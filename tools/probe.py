@@ -22,10 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch import Parser, exit_with
+from launch import Parser, exit_with, number
 
 import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -173,19 +172,16 @@ def fit_linear(
 
 def main(argv: list[str] | None = None) -> None:
     """Parse, read features, score, answer from rank 0."""
-    parser, count = Parser(__doc__), infer.number(int, 1)
+    parser, count = Parser(__doc__), number(int, 1)
     parser.add_argument("model", type=model_path, metavar="MODEL")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--methods", choices=("knn", "linear"), nargs="+", default=["knn", "linear"])
     parser.add_argument("--k", type=count, nargs="+", default=[20], help="knn: neighbours, one number or several")
-    parser.add_argument("--temperature", type=infer.number(float, 0), default=0.07, help="knn: of the votes")
-    parser.add_argument(
-        "--l2", type=infer.number(float, 0), nargs="+", default=[1e-4], help="linear: one number or several"
-    )
+    parser.add_argument("--temperature", type=number(float, 0), default=0.07, help="knn: of the votes")
+    parser.add_argument("--l2", type=number(float, 0), nargs="+", default=[1e-4], help="linear: one number or several")
     parser.add_argument("--iterations", type=count, default=1000, help="linear: of L-BFGS, at most")
     parser.add_argument("--batch-size", type=count, default=64, help="images a process and batch")
-    workers = min(4, os.cpu_count() or 1)
-    parser.add_argument("--workers", type=infer.number(int, 0), default=workers, help="loader processes a process")
+    parser.add_argument("--workers", type=number(int, 0), default=evaluate.WORKERS, help="loader processes a process")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the model; the rest is fp32")
     parser.add_argument("--output", type=Path, help="write the result there, as JSON")
     args = parser.parse_args(argv)

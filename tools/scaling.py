@@ -11,7 +11,6 @@ limit leaves what came before it. What tools/estimate.py says stands beside, als
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import os
@@ -29,16 +28,13 @@ import estimate
 import peers
 
 MODELS = {"base_patch16": 512, "gigantic_patch14": 16}  # model -> images a GPU: the two that others publish
-SHORT = ("data=synthetic", "num_epochs=null", "num_train_steps=30", *benchmark.NO_EVALUATION)
-SHORT += ("lr_scheduler.num_warmup_epochs=null", "lr_scheduler.num_warmup_steps=10")
 
 
 def estimated(model: str, variant: str, images: int, gpus: int, script: str) -> dict[str, float]:
     """Images/s and peak GiB by tools/estimate.py."""
-    overrides = [f"model=vit_{model}_224", "model.act_layer=gelu_tanh", *SHORT, *peers.OURS[variant]]
+    batch = (f"global_batch_size={images * gpus}", f"micro_batch_size={images}")
     with estimate.cards_are_here():
-        cfg = estimate.config_of("vit_base_patch16_224", [*overrides, f"global_batch_size={images * gpus}"], script)
-        cfg = dataclasses.replace(cfg, micro_batch_size=images)
+        cfg = peers.config(model, None, *peers.OURS[variant], *batch, script=script)  # that of the run
         network = estimate.ASSUMED["network GB/s a card"]
         way = estimate.estimate(cfg, script, gpus, estimate.Shape.of(cfg), network=network)
     return {
